@@ -61,6 +61,22 @@ def test_a_lifted_order_takes_as_long_as_the_coarse_one_and_recomputes_each_laye
     assert [f"{task.kind.name}{task.stage}" for task in order[:8]] == ["F2", "F3", "R3", "B3", "R2", "B2", "F2", "F3"]
 
 
+def test_on_one_device_orders_are_lifted_too_and_interleaved_ones_are_not():
+    """All stages follow each other there, whether they are those of a linear placement or of a loop."""
+    for name in ("1f1b", "gpipe", "zb-h1"):
+        assert published(fine(1, 4, 3), name).makespan == 3 * sum(stage.work for stage in fine(1, 4, 3).stages)
+    (order,) = recipe(fine(1, 2, 2), "1f1b-recompute").tasks()
+    assert [f"{task.kind.name}{task.stage}" for task in order[:6]] == ["F0", "F1", "R1", "B1", "R0", "B0"]
+    (order,) = recipe(fine(1, 2, 2), "interleaved-1f1b").tasks()
+    assert [f"{task.kind.name}{task.stage}" for task in order[:4]] != ["F0", "F1", "B1", "B0"]
+
+
+def test_what_one_device_recomputes_layer_by_layer_is_a_baseline():
+    profile = uniform(1, 4, **TIGHT)
+    result = quick(profile, GB // 2, microbatches=4, placement="linear", offload=False)
+    assert result.schedule.forecast.baselines["1f1b-recompute"].fits
+
+
 def test_a_layer_at_a_time_needs_less_memory_than_a_whole_stage():
     """With every layer recomputed right before its backward, one whole layer is there at a time and not all four."""
     profile = uniform(2, 4, **TIGHT)

@@ -228,10 +228,15 @@ def recipe(problem: Problem, name: str) -> Recipe:
     if METHODS[name].sliced != (problem.slices > 1):
         what = "that are cut into slices" if METHODS[name].sliced else "that are not cut into slices"
         raise NotDefined(f"{name} is for microbatches {what}")
-    is_lifted = is_linear(problem)
+    is_lifted = is_linear(problem) or (_is_on_one_device(problem) and LINEAR[0] in METHODS[name].placements)
     found = METHODS[name].order(joined(problem) if is_lifted else problem)
     whole = found if isinstance(found, Recipe) else Recipe(found)
     return _lifted(problem, whole, runs(problem)) if is_lifted else whole
+
+
+def _is_on_one_device(problem: Problem) -> bool:
+    """Whether one device owns several stages: a linear placement and a loop are the same there."""
+    return problem.devices == 1 < len(problem.stages)
 
 
 def _lifted(problem: Problem, coarse: Recipe, ranges: list[range]) -> Recipe:

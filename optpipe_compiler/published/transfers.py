@@ -33,10 +33,7 @@ def timed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
     """Return the schedule at its earliest without memory limits; raises Stuck when the order waits for itself."""
     if recipe.offloaded is None or not recipe.offloaded.any():
         return machine.orders.released(problem, recipe.compute, method=method)
-    if recipe.streaming:
-        return _streamed(problem, recipe.compute, recipe.offloaded, method)
-    bare = machine.orders.released(problem, recipe.compute, method=method)
-    return _Transfers(problem, recipe.compute, bare.ticks).run(recipe.offloaded, method)
+    return (_streamed if recipe.streaming else _late)(problem, recipe.compute, recipe.offloaded, method)
 
 
 def _streamed(problem: Problem, compute: Order, offloaded: Bools, method: str) -> Schedule:
@@ -82,62 +79,54 @@ def _by_link(problem: Problem, kind: Kind, stages: Ints, microbatches: Ints) -> 
     return [transfers[link == one] for one in range(problem.links)]
 
 
-class _Transfers:
-    """Places the transfers of orders that would run at `ticks` [kind, stage, microbatch] if nothing were offloaded."""
+def _late(problem: Problem, compute: Order, offloaded: Bools, method: str) -> Schedule:
+    """Return the schedule with the delays that the transfers of what is worth them cause, each as late as it may be.
 
-    def __init__(self, problem: Problem, compute: Order, ticks: Ints) -> None:
-        self.problem = problem
-        self.compute = compute
-        self.starts = postponed(problem, compute, ticks)
-        self.taken = _taken(problem)
-        self.backward = _backwards(ticks)
+    They are placed as if the orders ran at the times that they have if nothing is offloaded.
+    """
+    bare = machine.orders.released(problem, compute, method=method)
+    starts, taken, backward = postponed(problem, compute, bare.ticks), _taken(problem), _backwards(bare.ticks)
+    s, m = np.nonzero(offloaded)
+    done, due = starts[Kind.F, s, m] + taken[Kind.F, s, m], starts[backward[s, m], s, m]
+    trip = taken[Kind.D, s, m] + taken[Kind.H, s, m]
+    worth_it = due - done - taken[backward[s, m], s, m] > ROUND_TRIPS * trip
+    s, m, done, due = (of[worth_it] for of in (s, m, done, due))
+    away, back = np.lexsort((m, s, done)), np.lexsort((m, -s, due))
+    offloads = _by_link(problem, Kind.D, s[away], m[away])
+    reloads = _by_link(problem, Kind.H, s[back], m[back])
+    gates = _gates(compute, starts, backward, _latest_starts(reloads, starts, backward, taken[Kind.H]))
+    return machine.orders.released(problem, compute, (offloads, reloads), gates, starts[Kind.F], method=method)
 
-    def run(self, offloaded: Bools, method: str) -> Schedule:
-        """Return the schedule with the delays that the transfers of what is worth them cause."""
-        s, m = np.nonzero(offloaded)
-        done = self.starts[Kind.F, s, m] + self.taken[Kind.F, s, m]
-        due = self.starts[self.backward[s, m], s, m]
-        trip = self.taken[Kind.D, s, m] + self.taken[Kind.H, s, m]
-        worth_it = due - done - self.taken[self.backward[s, m], s, m] > ROUND_TRIPS * trip
-        s, m, done, due = (of[worth_it] for of in (s, m, done, due))
-        away, back = np.lexsort((m, s, done)), np.lexsort((m, -s, due))
-        offloads = _by_link(self.problem, Kind.D, s[away], m[away])
-        reloads = _by_link(self.problem, Kind.H, s[back], m[back])
-        lanes = offloads, reloads
-        gates, releases = self._gates(reloads), self.starts[Kind.F]
-        return machine.orders.released(self.problem, self.compute, lanes, gates, releases, method=method)
 
-    def _gates(self, reloads: Order) -> Ints:
-        """Return for each reload the compute task with which it may start: the last one that leaves enough time.
+def _gates(compute: Order, starts: Ints, backward: Ints, latest: Ints) -> Ints:
+    """Return for each reload the compute task with which it may start: the last one that leaves enough time.
 
-        Enough for it and for the later reloads of its link, each being there when its backward would have started.
-        """
-        latest = self._latest_starts(reloads)
-        gates = np.full(latest.shape, NONE)
-        for order in self.compute:
-            kind, s, m = order.T
-            backward = np.flatnonzero(kind == self.backward[s, m])
-            backward = backward[latest[s[backward], m[backward]] != NOT_THERE]
-            s_of, m_of = s[backward], m[backward]
-            number = np.searchsorted(self.starts[kind, s, m], latest[s_of, m_of], side="right")
-            gate = order[np.maximum(0, np.minimum(number, backward) - 1)]
-            gates[s_of, m_of] = machine.state.packed(*gate.T)
-        return gates
+    Enough for it and for the later reloads of its link, each being there when its backward would have started.
+    """
+    gates = np.full(latest.shape, NONE)
+    for order in compute:
+        kind, s, m = order.T
+        needing = np.flatnonzero((kind == backward[s, m]) & (latest[s, m] != NOT_THERE))
+        s_of, m_of = s[needing], m[needing]
+        number = np.searchsorted(starts[kind, s, m], latest[s_of, m_of], side="right")
+        gate = order[np.maximum(0, np.minimum(number, needing) - 1)]
+        gates[s_of, m_of] = machine.state.packed(*gate.T)
+    return gates
 
-    def _latest_starts(self, reloads: Order) -> Ints:
-        """Return by [stage, microbatch] when each reload must start, at the latest; NOT_THERE if there is none.
 
-        With transfers 1 to n of a link of length r, and d when their backwards start: the i-th starts no later than
-        min over j >= i of d_j - r_i - ... - r_j.
-        """
-        latest = np.full(self.starts.shape[1:], NOT_THERE)
-        for lane in reloads:
-            _, s, m = lane.T
-            taken = self.taken[Kind.H, s, m]
-            until = np.cumsum(taken)
-            due = self.starts[self.backward[s, m], s, m] - until
-            latest[s, m] = np.minimum.accumulate(due[::-1])[::-1] + until - taken
-        return latest
+def _latest_starts(reloads: Order, starts: Ints, backward: Ints, lasts: Ints) -> Ints:
+    """Return by [stage, microbatch] when each reload must start, at the latest; NOT_THERE if there is none.
+
+    With transfers 1 to n of a link of length r, and d when their backwards start: the i-th starts no later than
+    min over j >= i of d_j - r_i - ... - r_j.
+    """
+    latest = np.full(backward.shape, NOT_THERE)
+    for lane in reloads:
+        _, s, m = lane.T
+        until = np.cumsum(lasts[s, m])
+        due = starts[backward[s, m], s, m] - until
+        latest[s, m] = np.minimum.accumulate(due[::-1])[::-1] + until - lasts[s, m]
+    return latest
 
 
 def postponed(problem: Problem, compute: Order, ticks: Ints) -> Ints:

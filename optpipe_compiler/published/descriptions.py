@@ -206,22 +206,18 @@ def describe(name: str) -> Description | None:
     """Return the description of a method; None for one that is none of METHODS' own."""
     if name in DESCRIPTIONS:
         return DESCRIPTIONS[name]
-    if name.endswith("-selective"):
-        return _selectively(name.removesuffix("-selective"))
-    parts = re.fullmatch(r"(.+?)-(recompute|offload)(?:-(\d))?|po-([13])", name)
-    if parts is None:
+    if name in ("po-1", "po-3"):
+        return _offloaded("gis-h-uniform", name[-1])
+    parts = re.fullmatch(r"(.+?)-(selective$|recompute|offload)(?:-(\d))?", name)
+    if parts is None or parts[1] not in DESCRIPTIONS:
         return None
-    order, what, number, stages = parts.groups()
-    if stages is not None:
-        order, what, number = "gis-h-uniform", "offload", stages
-    if order not in DESCRIPTIONS:
-        return None
+    order, what, number = parts.groups()
+    if what == "selective":
+        return _selectively(order)
     return _offloaded(order, number) if what == "offload" else _recomputed(order, number)
 
 
-def _selectively(order: str) -> Description | None:
-    if order not in DESCRIPTIONS:
-        return None
+def _selectively(order: str) -> Description:
     return Description(
         f"{order} with results of norms and activation functions made again inside every backward.",
         f"as {order}, with backwards that take somewhat longer",

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, UnsetType
 
 from optpipe_compiler import __version__
 from optpipe_compiler.documents import ir
@@ -29,7 +29,7 @@ from optpipe_compiler.model.schedule import Kind, Schedule
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Layer, Machine, Profile
     from optpipe_compiler.model.placement import Layout
-    from optpipe_compiler.model.problem import Caps, Problem, Stage
+    from optpipe_compiler.model.problem import Caps, Problem
 
 RECORDS: tuple[type[ir.ComputeOp | ir.Offload | ir.Reload], ...] = (
     ir.Forward,
@@ -222,17 +222,12 @@ class _Ops:
         return begin, end if kind == Kind.R else end - self.graph.problem.at(stage, unit).staying_layers
 
     def _id(self, node: int) -> str:
-        found = self._ids.get(node)
-        if found is None:
-            found = self._ids[node] = self._named(node)
-        return found
-
-    def _named(self, node: int) -> str:
-        kind, stage, unit, _ = self.nodes[node]
-        name = RECORDS[kind].name
-        microbatch, slice = (unit, None) if self.slices == 1 else divmod(unit, self.slices)
-        layers = self._layers(kind, stage, unit) if Kind.R <= kind < SEND_ACTIVATION else None
-        return op_id(name, stage, microbatch, layers, slice)
+        if node not in self._ids:
+            kind, stage, unit, _ = self.nodes[node]
+            microbatch, slice = (unit, None) if self.slices == 1 else divmod(unit, self.slices)
+            layers = self._layers(kind, stage, unit) if Kind.R <= kind < SEND_ACTIVATION else None
+            self._ids[node] = op_id(RECORDS[kind].name, stage, microbatch, layers, slice)
+        return self._ids[node]
 
 
 def _forecast(
@@ -285,28 +280,25 @@ def _stage_costs(problem: Problem, profile: Profile, layout: Layout) -> list[ir.
     layers, slicing, machine = profile.expanded_layers(), problem.slicing, profile.machine
     found = []
     for index, (begin, end) in enumerate(pairwise(layout.cuts)):
-        device = layout.owners[index]
-        if slicing is None:
-            mine = [on_device(one, machine, device) for one in layers[begin:end]]
-            found.append(_stage_cost(index, problem.stages[index], mine))
-            continue
-        for number, stages in enumerate(problem.classes):
-            shape, slice = divmod(number, slicing.slices)
-            tokens = slicing.cuts[shape][slice], slicing.cuts[shape][slice + 1]
-            mine = [of_unit(one, tokens, slicing.tokens, is_cut=slicing.slices > 1) for one in layers[begin:end]]
-            cost = _stage_cost(index, stages[index], [on_device(one, machine, device) for one in mine])
-            found.append(structs.replace(cost, shape=shape, slice=slice))
+        for number, stages in enumerate(problem.by_class):
+            mine, stage, which = layers[begin:end], stages[index], dict[str, int]()
+            if slicing is not None:
+                shape, slice = divmod(number, slicing.slices)
+                which = {"shape": shape, "slice": slice}
+                tokens = slicing.cuts[shape][slice], slicing.cuts[shape][slice + 1]
+                mine = [of_unit(one, tokens, slicing.tokens, is_cut=slicing.slices > 1) for one in mine]
+            mine = [on_device(one, machine, layout.owners[index]) for one in mine]
+            found.append(
+                ir.StageCost(
+                    stage=index,
+                    forward_ns=stage.forward,
+                    backward_input_ns=stage.backward_input,
+                    backward_weight_ns=stage.backward_weight,
+                    backward_ns=stage.backward,
+                    recompute_ns=[layer.recompute_or_forward_ns for layer in mine],
+                    send_activation_ns=stage.send_activation,
+                    send_gradient_ns=stage.send_gradient,
+                    **which,
+                )
+            )
     return found
-
-
-def _stage_cost(index: int, stage: Stage, layers: list[Layer]) -> ir.StageCost:
-    return ir.StageCost(
-        stage=index,
-        forward_ns=stage.forward,
-        backward_input_ns=stage.backward_input,
-        backward_weight_ns=stage.backward_weight,
-        backward_ns=stage.backward,
-        recompute_ns=[layer.recompute_or_forward_ns for layer in layers],
-        send_activation_ns=stage.send_activation,
-        send_gradient_ns=stage.send_gradient,
-    )

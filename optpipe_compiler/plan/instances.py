@@ -52,14 +52,9 @@ def layouts(profile: Profile, options: Settled) -> list[Layout]:
         return [kept, *again]
     work = layers_ns(profile)
     wanted = options.stages_per_device
-    if options.placement != "auto":
-        chosen: list[tuple[str, int]] = [
-            (options.placement, n) for n in ((wanted,) if wanted else SEVERAL[options.placement])
-        ]
-    elif wanted is not None:
-        chosen = [("linear", 1)] if wanted == 1 else [("loop", wanted), ("v", wanted)]
-    else:
-        chosen = [(name, n) for name, numbers in SEVERAL.items() for n in numbers]
+    every = ("loop", "v") if wanted else tuple(SEVERAL)  # of one stage per device all are linear, says `settled`
+    names = every if options.placement == "auto" else (options.placement,)
+    chosen = [(name, n) for name in names for n in ((wanted,) if wanted else SEVERAL[name])]
     if options.placement in ("auto", "loop") and wanted is None:
         chosen += [("loop", n) for n in _finest(len(work), options)]
     fitting = [(name, n) for name, n in chosen if options.devices * n <= len(work)]
@@ -69,8 +64,8 @@ def layouts(profile: Profile, options: Settled) -> list[Layout]:
     if wanted is None and options.placement in ("auto", "linear"):
         saved = [value_of(layer.saved_bytes) for layer in profile.expanded_layers()]
         first = lighter([one for one in found if one.device_of == found[0].device_of], profile)
-        tight = (one for one in [first] if _is_tight(profile, one, options.mem_bytes))
-        found += [in_runs(one, saved, MOST_NEIGHBOURS) for one in tight]
+        if _is_tight(profile, first, options.mem_bytes):
+            found.append(in_runs(first, saved, MOST_NEIGHBOURS))
     found += [tied for one in even if (tied := with_ties(profile, one)) is not None]
     if options.method is None and options.recompute:
         found += list(selectively(profile, found, options.mem_bytes))

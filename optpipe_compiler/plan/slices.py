@@ -41,9 +41,6 @@ def slicings(
     """
     if (kept := _kept(options)) is not None:
         return [kept]
-    whole = cut(profile, options, 1)
-    if options.slices == 1:
-        return list(whole)
     if options.slices != "auto":
         return list(cut(profile, options, options.slices))
     shortest = min(options.lengths or (profile.tokens or 1,))
@@ -60,7 +57,7 @@ def slicings(
     least = min((reached for reached, *_ in ranked), default=0)
     able = [-less for _, less, work in sorted(ranked) if work <= least]  # the others compute for longer than that
     chosen = list(dict.fromkeys(able))[:TRIED]
-    return [*whole, *(slicing for number in sorted(chosen) for slicing in cut(profile, options, number))]
+    return [slicing for number in (1, *sorted(chosen)) for slicing in cut(profile, options, number)]
 
 
 def is_asked(slicing: Slicing | None, profile: Profile, options: Settled) -> bool:
@@ -103,16 +100,13 @@ def cut(profile: Profile, options: Settled, number: int) -> Iterator[Slicing | N
     shapes = sorted(set(lengths or (tokens,)))
     number_of = {length: shape for shape, length in enumerate(shapes)}
     shape_of = tuple(map(number_of.__getitem__, lengths)) if lengths else (0,) * options.microbatches
-    even = Slicing(tokens, tuple(_even(length, number) for length in shapes), shape_of)
+    cuts = tuple(tuple(length * k // number for k in range(number + 1)) for length in shapes)
+    even = Slicing(tokens, cuts, shape_of)
     yield even
     linear, attention = _work(profile)
     timely = replace(even, cuts=tuple(_timely(length, number, tokens, linear, attention) for length in shapes))
     if timely != even:
         yield timely
-
-
-def _even(length: int, number: int) -> tuple[int, ...]:
-    return tuple(length * k // number for k in range(number + 1))
 
 
 def _timely(length: int, number: int, whole: int, linear: int, attention: int) -> tuple[int, ...]:

@@ -122,13 +122,9 @@ def recut(one: Layout, cost: Callable[[Layout], tuple[int, ...]]) -> Layout:
 
     A step takes a layer from one stage and gives one to another; the stages between them pass theirs on.
     """
-    value, seeking = cost(one), True
-    while seeking:
-        seeking = False
-        for changed in _neighbours(one):
-            if (lower := cost(changed)) < value:
-                one, value, seeking = changed, lower, True
-                break
+    least = cost(one)
+    while lower := next((changed for changed in _neighbours(one) if cost(changed) < least), None):
+        one, least = lower, cost(lower)
     return one
 
 

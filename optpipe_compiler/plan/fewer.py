@@ -101,11 +101,8 @@ def widened(one: Policy, narrow: Problem, wide: Problem) -> Iterator[Policy]:
     able = np.array([*map(wide.able, stages)])
     modes = np.where(able[np.array(stages)[:, None], modes], modes, Mode.KEEP)
     for factor in (1, wide.devices / narrow.devices):
-        yield machine.policy.policy(wide, modes[0, :, 0])._replace(
+        yield machine.policy.copied(one)._replace(
             modes=modes.copy(),
             shift=np.rint(one.shift * factor).astype(np.int64),
-            fused=one.fused.copy(),
-            yields=one.yields.copy(),
-            before=one.before.copy(),
-            lead=one.lead.copy(),
+            reserve=np.zeros(wide.devices, np.int64),
         )

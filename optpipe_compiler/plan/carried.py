@@ -180,9 +180,8 @@ class Start:
                     mode = int(np.bincount(self.modes[s, inside], minlength=3).argmax())
                     found.modes[part, s, sort] = mode if problem.able(s)[mode] else Mode.KEEP
         if problem.freedom.split:
-            for device in range(problem.devices):
-                for turn, s in enumerate(problem.stages_of(device)):
-                    found.fused[turn] = bool(found.fused[turn]) or 2 * int(self.fused[s].sum()) > count
+            for s, turn in enumerate(problem.turn_of):
+                found.fused[turn] |= 2 * self.fused[s].sum() > count
         return found
 
 

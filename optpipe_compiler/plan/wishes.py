@@ -101,9 +101,5 @@ def treatments(problem: Problem, wished: Wish) -> Iterator[Ints]:
         for count, more in combinations(range(1, min(turns, MIXED) + 1), 2):
             tables += [lowest(more, Mode.OFFLOAD) | lowest(count, Mode.RECOMPUTE)]
             tables += [lowest(more, Mode.RECOMPUTE) | lowest(count, Mode.OFFLOAD)]
-    seen = set()
-    for table in tables:
-        modes = tuple(int(table.get(s, Mode.KEEP)) for s in stages)
-        if modes not in seen:
-            seen.add(modes)
-            yield np.array(modes, dtype=np.int64)
+    for modes in dict.fromkeys(tuple(int(table.get(s, Mode.KEEP)) for s in stages) for table in tables):
+        yield np.array(modes, dtype=np.int64)

@@ -52,24 +52,20 @@ def quickly_one_at_a_time(problem: Problem) -> Schedule | None:
     Devices are looked at alone: what their neighbours have on its way is not counted.
     """
     single = replace(problem, microbatches=1)
-    kinds: dict[int, Kind | None] = {}
+    orders = []
     for device in range(problem.devices):
-        chosen = _quickest(single, device)
-        if chosen is None:
+        kinds = _quickest(single, device)
+        order = None if kinds is None else lean_order(_alone(single, device), kinds)
+        if order is None:
             return None
-        kinds |= zip(single.stages_of(device), chosen, strict=True)
-    orders = [lean_order(_alone(single, d), [kinds[s] for s in single.stages_of(d)]) for d in range(problem.devices)]
-    if any(order is None for order in orders):
-        return None
-    starts = _merged(single, [order for order in orders if order is not None])
+        orders.append(order)
+    starts = _merged(single, orders)
     return _repeated(problem, starts) if _fits_hosts(single, starts) else None
 
 
 def _repeated(problem: Problem, starts: dict[Task, int]) -> Schedule:
     """Return the order of one microbatch, once for each, one after the other."""
-    single = replace(problem, microbatches=1)
-    free = replace(single, budget=(UNLIMITED,) * problem.devices)
-    alone = _serial(free, starts)
+    alone = _serial(replace(problem, microbatches=1), starts)
     period = max(map(alone.end, alone.starts))
     repeated = {
         Task(task.kind, task.stage, m): start + m * period
@@ -116,17 +112,16 @@ def _merged(single: Problem, orders: list[list[Task]]) -> dict[Task, int]:
     With one microbatch, forwards and backwards have one order over all devices, which every device's own order agrees
     with; what else a device does (weight gradients, transfers, recomputes) concerns no other one.
     """
-    before: dict[Task, set[Task]] = {}
-    chain: list[Task] = []
-    for device, found in enumerate(orders):
-        order = [Task(task.kind, single.stages_of(device)[task.stage], 0) for task in found]
-        for earlier, later in pairwise([None, *order]):
-            assert later is not None
-            before.setdefault(later, set()).update(() if earlier is None else (earlier,))
-        chain += [task for task in order if task.kind in (Kind.F, Kind.I, Kind.B)]
+    lanes = [
+        [Task(task.kind, single.stages_of(device)[task.stage], 0) for task in order]
+        for device, order in enumerate(orders)
+    ]
+    before = {task: set[Task]() for lane in lanes for task in lane}
+    chain = [task for task in before if task.kind in (Kind.F, Kind.I, Kind.B)]
     chain.sort(key=lambda task: (task.kind is not Kind.F, task.stage if task.kind is Kind.F else -task.stage))
-    for earlier, later in pairwise(chain):
-        before[later].add(earlier)
+    for lane in (*lanes, chain):
+        for earlier, later in pairwise(lane):
+            before[later].add(earlier)
     return {task: index for index, task in enumerate(TopologicalSorter(before).static_order())}
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from ortools.sat.python import cp_model
 
-    from optpipe_compiler.solver.variables import Expr
-
 
 @dataclass(frozen=True)
 class Window:
@@ -84,7 +82,8 @@ class WindowModel:
         made = create_activation(self.model, self.schedule.problem, s, m, self.last)
         values = hint.of_activation(self.schedule, s, m, {})
         for task in present:
-            self._place(task, made.ops()[task.kind][0])
+            start = made.ops()[task.kind][0]
+            self.model.add(start >= self.window.begin if self._free(task) else start == self._moved(task))
         if not whole:
             for name in ("split", "keep", "offload", "recompute"):
                 self.model.add(getattr(made, name) == int(values[name]))
@@ -92,15 +91,6 @@ class WindowModel:
             self._bound_ends(made, s, m)
         self._bound_begin(made, s, m)
         return made
-
-    def _place(self, task: Task, start: Expr) -> None:
-        begin = self.schedule.starts[task]
-        if begin < self.window.begin:
-            self.model.add(start == begin)
-        elif begin >= self.window.end:
-            self.model.add(start == begin - self.gain)
-        else:
-            self.model.add(start >= self.window.begin)
 
     def _bound_ends(self, made: Activation, s: int, m: int) -> None:
         """A free op is over where the window ended, or where it was over before if that was later, less the gain."""
@@ -152,7 +142,7 @@ class WindowModel:
                 self.model.add(v.makespan + begin >= v.activations[s, m].release)
 
     def _moved(self, task: Task) -> cp_model.LinearExpr | int:
-        """Return when a task that does not run in the window starts."""
+        """Return when a task starts that is not free."""
         start = self.schedule.starts[task]
         return start - self.gain if start >= self.window.end else start
 

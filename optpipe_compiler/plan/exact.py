@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -58,27 +58,32 @@ def exact(incumbents: Incumbents, budget: Budget) -> None:
             search.polish(winner)
 
 
+@dataclass
 class _Exact:
-    def __init__(self, incumbents: Incumbents, budget: Budget, searcher: Searcher) -> None:
-        self.incumbents = incumbents
-        self.budget = budget
-        self.searcher = searcher
+    incumbents: Incumbents
+    budget: Budget
+    searcher: Searcher
 
-    def _request(self, hint: Schedule, seconds: float, window: Window | None = None) -> Request:
-        seconds = max(0.5, min(seconds, self.budget.left()))
-        return Request(hint, replace(self.budget.limits, time_limit_s=seconds), window)
+    def _run(
+        self,
+        attempt: Attempt,
+        hint: Schedule,
+        seconds: float,
+        on_event: Callable[[SearchEvent], None],
+        window: Window | None = None,
+    ) -> None:
+        """Search the whole hint, or a window of it, for so long or as long as there is time."""
 
-    def _run(self, attempt: Attempt, request: Request, on_event: Callable[[SearchEvent], None]) -> str:
         def listen(event: SearchEvent) -> None:
             self.budget.spent += event.spent
             on_event(event)
 
-        status = self.searcher.search(request, listen)
+        limits = replace(self.budget.limits, time_limit_s=max(0.5, min(seconds, self.budget.left())))
+        status = self.searcher.search(Request(hint, limits, window), listen)
         if status in ("DIED", "MODEL_INVALID"):
             attempt.note(
                 f"search of placement {attempt.layout.name} ended early ({status}): {self.searcher.last_words}"
             )
-        return status
 
     def _improve(self, attempt: Attempt, found: Schedule, phase: str) -> None:
         """Time a solution of a coarse problem exactly and keep it if it is better."""
@@ -106,7 +111,7 @@ class _Exact:
                     attempt.bound = bounds.Bound("cp-sat", ns)
             self.incumbents.report(f"search {attempt.layout.name}")
 
-        self._run(attempt, self._request(hint, seconds), on_event)
+        self._run(attempt, hint, seconds, on_event)
 
     def polish(self, attempt: Attempt) -> None:
         """Improve stretch after stretch of the best schedule, its ends first, with growing windows."""
@@ -139,7 +144,7 @@ class _Exact:
                     self._improve(attempt, found, "window")
             self.incumbents.report(f"windows {attempt.layout.name}")
 
-        self._run(attempt, self._request(current, WINDOW_S, window), on_event)
+        self._run(attempt, current, WINDOW_S, on_event, window)
         return best
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -106,25 +106,21 @@ def _load(instance: SearchedProblem, incumbents: Incumbents, steps: Iterator[Non
         incumbents.attempts[0].notes.append(note)
 
 
+@dataclass
 class _Exploration:
     """One run of the search; `attempts` are those of its instances, in their order."""
 
-    def __init__(
-        self,
-        incumbents: Incumbents,
-        attempts: list[Attempt],
-        steps: Iterator[None],
-        budget: Budget,
-        search: LocalSearch,
-    ) -> None:
-        self.incumbents = incumbents
-        self.attempts = attempts
-        self.steps = steps
-        self.budget = budget
-        self.search = search
-        self.realise_s = 0.0
-        """Time that the last policy took on the whole instance."""
-        self.realiser = cache(lambda number: Realiser(search.instances[number], is_span=budget.limits.is_span))
+    incumbents: Incumbents
+    attempts: list[Attempt]
+    steps: Iterator[None]
+    budget: Budget
+    search: LocalSearch
+    realise_s: float = 0.0
+    """Time that the last policy took on the whole instance."""
+
+    def __post_init__(self) -> None:
+        is_span = self.budget.limits.is_span
+        self.realiser = cache(lambda number: Realiser(self.search.instances[number], is_span=is_span))
 
     def gather(self) -> None:
         """Take the published schedules first and the best that the search ends with then."""
@@ -158,9 +154,9 @@ class _Exploration:
                     trying = trying and incumbents.winner() is not None
                 half = math.inf
         self._realise_best(self.search.take(0.0))
-        if self.incumbents.winner() is not None:
+        if incumbents.winner() is not None:
             for _ in self.steps:
-                self.incumbents.report("published")
+                incumbents.report("published")
 
     def compare(self) -> None:
         """Take the others that were still climbing, too: near plans are compared under noise."""

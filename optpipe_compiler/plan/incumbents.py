@@ -145,25 +145,18 @@ class Need:
     """Whether the hosts have room for its offloads."""
 
 
+@dataclass
 class Incumbents:
     """All attempts; `report` is told the phase whenever one may have become better."""
 
-    def __init__(
-        self,
-        attempts: list[Attempt],
-        objective: str,
-        report: Callable[[str], None],
-        longer: list[Attempt] | None = None,
-        further: int = 0,
-    ) -> None:
-        self.attempts = attempts
-        self.objective = objective
-        self.report = report
-        self.further = further
-        """Microbatches beyond those that are planned, which repeat the steady state."""
-        self.longer = longer or []
-        """Placements that are not searched, since it takes too long to lower and verify their schedules: what is known
-        without a search is tried there."""
+    attempts: list[Attempt]
+    objective: str
+    report: Callable[[str], None]
+    longer: list[Attempt] = field(default_factory=list)
+    """Placements that are not searched, since it takes too long to lower and verify their schedules: what is known
+    without a search is tried there."""
+    further: int = 0
+    """Microbatches beyond those that are planned, which repeat the steady state."""
 
     @property
     def all(self) -> list[Attempt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -131,14 +132,14 @@ def _links(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:
         model.add_no_overlap(lane)
 
 
+@dataclass
 class _Cumulative:
     """Collects (interval, demand) of one resource; zero demands are left out."""
 
-    def __init__(self, model: cp_model.CpModel, v: Variables) -> None:
-        self.model = model
-        self.v = v
-        self.intervals: list[cp_model.IntervalVar] = []
-        self.demands: list[int] = []
+    model: cp_model.CpModel
+    v: Variables
+    intervals: list[cp_model.IntervalVar] = field(default_factory=list)
+    demands: list[int] = field(default_factory=list)
 
     def add(self, start: Expr, end: Expr, demand: int, present: cp_model.LiteralT | None, name: str) -> None:
         """Hold `demand` over [start, end), if `present`."""

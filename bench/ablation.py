@@ -40,7 +40,6 @@ from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.forecast import choice
 from optpipe_compiler.forecast.executions import quantiles
 from optpipe_compiler.machine import policy
-from optpipe_compiler.machine.policy import copied
 from optpipe_compiler.model import bounds
 from optpipe_compiler.plan import (
     candidates,
@@ -650,7 +649,7 @@ class Alone:
 
     def ms(self, seed: int) -> tuple[float, float]:
         """Return the best makespan that is reached, and the bound."""
-        begun = [replace(one, policy=copied(one.policy)) for one in self.climbers]
+        begun = [one.again() for one in self.climbers]
         with patch.object(LocalSearch, "_screened", lambda *_: begun):
             found = self._run(Limits("makespan", self.seconds, seed, 1, True))
         assert found is not None

@@ -37,18 +37,18 @@ def starts(case: Case) -> list[tuple[str, str, str]]:
     """Return placement, order and treatment of the pairs that climb, the best first."""
     alone, names = Alone(case, 0.0), []
     for climber in alone.climbers[:CLIMBERS]:
-        layout, whole = alone.placed[climber.instance]
+        layout, whole = alone.placed[climber.best.instance]
         part = " of parts" if any(stage.staying_layers for stage in whole.stages) else ""
         placement = f"{layout.name}-{layout.stages // whole.devices}{part}"
-        names.append((placement, climber.wish, treatment(alone, climber)))
+        names.append((placement, climber.best.wish, treatment(alone, climber)))
     return names
 
 
 def treatment(alone: Alone, climber: _Climber) -> str:
     """Return the first rule that treats the activations so."""
-    problem = shortened(alone.instances[climber.instance].problem)
-    wished = alone.instances[climber.instance].wish(problem, climber.wish)
-    modes = climber.policy.modes[0, :, 0]
+    problem = shortened(alone.instances[climber.best.instance].problem)
+    wished = alone.instances[climber.best.instance].wish(problem, climber.best.wish)
+    modes = climber.best.policy.modes[0, :, 0]
     if not modes.any():
         return "keep"
     for stay in wishes.STAYS:

@@ -163,7 +163,7 @@ def test_an_earlier_schedule_is_run_on_all_devices_whatever_is_best_on_fewer():
     with LocalSearch([one], Limits("makespan", 0.05, 1, 1, True)) as run:
         run._thread.join()
     assert run.error is None
-    assert "start 0" in {climber.wish for climber in run._begun}
+    assert "start 0" in {climber.best.wish for climber in run._begun}
     assert min(found.value for found in run.take(0.0)) <= known.makespan
 
 

@@ -101,7 +101,7 @@ def begun(one: Problem, number: int = 0) -> _Climber:
     def run(policy: Policy) -> int:
         return value(x, copied(policy), given_, NEVER // 2)
 
-    return _Climber(0, "gis", by, run(by), given_, run)
+    return _Climber(Found(0, "gis", by, run(by)), given_, run)
 
 
 def test_what_stands_still_becomes_worse_for_a_while_and_the_best_stays(monkeypatch):
@@ -111,12 +111,12 @@ def test_what_stands_still_becomes_worse_for_a_while_and_the_best_stays(monkeypa
     one = tight()
     x, climber = machine(one), begun(one)
     monkeypatch.setattr(local_search, "LOOK", 1)
-    best, current = [climber.value], [climber.current_value]
+    best, current = [climber.best.value], [climber.current_value]
     for step in range(2000):
         assert climber.climb(x, 1000, step) > 0
-        best.append(climber.value)
+        best.append(climber.best.value)
         current.append(climber.current_value)
-        assert value(x, copied(climber.policy), climber.setting, NEVER // 2) == climber.value
+        assert value(x, copied(climber.best.policy), climber.setting, NEVER // 2) == climber.best.value
         assert value(x, copied(climber.current), climber.setting, NEVER // 2) == climber.current_value
     assert best == [min(current[: end + 1]) for end in range(len(current))]
     worse = [now > least for now, least in zip(current, best, strict=True)]
@@ -205,7 +205,7 @@ def test_where_there_is_time_it_climbs_again_and_keeps_the_best_of_all(monkeypat
     class Watched(LocalSearch):
         def _tell(self, climber: _Climber) -> None:
             super()._tell(climber)
-            ended.append([one.value for one in self._last or self._begun])
+            ended.append([one.best.value for one in self._last or self._begun])
 
     monkeypatch.setattr(local_search, "RESTART_AFTER", 0.02)
     monkeypatch.setattr(local_search, "CHUNK_OPS", 100)
@@ -213,12 +213,12 @@ def test_where_there_is_time_it_climbs_again_and_keeps_the_best_of_all(monkeypat
     with Watched([one], Limits("makespan", 0.2, 0, 1, True)) as search:
         search._thread.join()
         best = search.climbing()[0].value
-        begun = search._begun
-    assert len({climber.wish for climber in begun}) == len(begun) > 1
+        begun = [climber.best for climber in search._begun]
+    assert len({one.wish for one in begun}) == len(begun) > 1
     assert len(ended) > 1 + local_search.ROUNDS
     assert [min(values) for values in ended] == sorted((min(values) for values in ended), reverse=True)
     assert best == search.take(0.0)[-1].value < begun[0].value
-    assert [climber.value for climber in begun] == sorted(climber.value for climber in begun)  # none of them climbed
+    assert [one.value for one in begun] == sorted(one.value for one in begun)  # none of them climbed
 
 
 @pytest.mark.parametrize("is_quicker", [True, False])
@@ -230,10 +230,10 @@ def test_the_best_pairs_climb_in_the_order_of_the_devices_that_is_the_better_one
     with LocalSearch(instances, Limits("makespan", 0.02, 0, 1, True)) as search:
         search._thread.join()
         assert search.error is None
-        begun = search._begun
-    assert len({climber.wish for climber in begun}) == len(begun) > 3
+        begun = [climber.best for climber in search._begun]
+    assert len({one.wish for one in begun}) == len(begun) > 3
     assert begun[0].instance == is_quicker
-    assert sum(climber.instance for climber in begun) <= 3 * is_quicker  # of the best three alone
+    assert sum(one.instance for one in begun) <= 3 * is_quicker  # of the best three alone
 
 
 def test_a_search_of_the_span_reaches_the_least_span():

@@ -15,8 +15,8 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -110,6 +110,11 @@ class SearchedProblem:
         start = self.start(problem, name)
         return wish(problem, name) if start is None else start.wish
 
+    def setting(self, problem: Problem, name: str, *, is_span: bool) -> Setting:
+        """Return what policies for that wish have in common; raises NotDefined, or Stuck, as `wish` does."""
+        wished, whole = self.wish(problem, name), self.problem.microbatches
+        return machine.policy.setting(problem, wished, whole, is_span=is_span)
+
     def start(self, problem: Problem, name: str) -> Start | None:
         """Return the earlier schedule of that name."""
         word, _, number = name.partition(" ")
@@ -130,50 +135,37 @@ class Found:
     value: int
 
 
-@dataclass
 class _Climber:
-    """A policy that is being improved."""
+    """A policy that is being improved: `best` so far, by what executions of it take."""
 
-    instance: int
-    wish: str
-    policy: Policy
-    """The best so far."""
-    value: int
-    """What executions of it take."""
-    setting: Setting = field(repr=False)
-    executed: Callable[[Policy], int] = field(repr=False)
-    """What executions of a policy take."""
-    current: Policy = field(init=False, repr=False)
-    """What is changed next: the best, what is as good, or what is worse for a while."""
-    trial: Policy = field(init=False, repr=False)
-    current_value: int = field(init=False, repr=False)
-    still_ops: int = field(default=0, init=False, repr=False)
-    """Ops since the lowest promise was found, or since `STILL_RUNS` before the best was gone back to."""
-    promise: int = field(init=False, repr=False)
-    """The lowest value that a run has had: a run may wait with a reload, as no execution does."""
-    unseen: int = field(default=0, init=False, repr=False)
-    """Calls since executions were looked at."""
-
-    def __post_init__(self) -> None:
-        self.current, self.trial = machine.policy.copied(self.policy), machine.policy.copied(self.policy)
-        self.current_value = self.promise = self.value
+    def __init__(self, begun: Found, setting: Setting, executed: Callable[[Policy], int]) -> None:
+        self.best = begun
+        self.setting = setting
+        self.executed = executed
+        """What executions of a policy take."""
+        self.current, self.trial = machine.policy.copied(begun.policy), machine.policy.copied(begun.policy)
+        """What is changed next: the best, what is as good, or what is worse for a while; and room for the change."""
+        self.current_value = begun.value
+        self.still_ops = 0
+        """Ops since the lowest promise was found, or since `STILL_RUNS` before the best was gone back to."""
+        self.promise = begun.value
+        """The lowest value that a run has had: a run may wait with a reload, as no execution does."""
+        self.unseen = 0
+        """Calls since executions were looked at."""
 
     def again(self) -> _Climber:
-        """Return one that has not climbed yet, where this one has not."""
-        return replace(self, policy=machine.policy.copied(self.policy))
-
-    def found(self) -> Found:
-        return Found(self.instance, self.wish, machine.policy.copied(self.policy), self.value)
+        """Return one that has not climbed yet."""
+        return _Climber(self.best, self.setting, self.executed)
 
     def climb(self, x: MachineState, ops: int, seed: int) -> int:
         """Run changed policies for about so many ops; return how many these were."""
         stages, microbatches = x.acts.shape
         still_ops, cooling_ops = (_ops(stages, microbatches, runs) for runs in (STILL_RUNS, COOLING_RUNS))
         if self.still_ops >= 2 * still_ops + cooling_ops:
-            self.current, self.current_value = machine.policy.copied(self.policy), self.value
+            self.current, self.current_value = machine.policy.copied(self.best.policy), self.best.value
             self.still_ops = still_ops
         cooled = (self.still_ops - still_ops) / cooling_ops
-        threshold = int(THRESHOLD * self.value * (1 - cooled) ** 2) if 0 <= cooled < 1 else 0
+        threshold = int(THRESHOLD * self.best.value * (1 - cooled) ** 2) if 0 <= cooled < 1 else 0
         current, before = self.current, self.current_value
         self.current_value, spent = machine.policy.climb(
             x, current, self.trial, self.setting, before, ops, seed, threshold
@@ -182,10 +174,10 @@ class _Climber:
         self.unseen += 1
         if self.current_value < self.promise:
             self.promise, self.still_ops, self.unseen = self.current_value, 0, LOOK
-        if self.current_value < self.value and self.unseen >= LOOK:
+        if self.current_value < self.best.value and self.unseen >= LOOK:
             self.unseen = 0
-            if (executed := self.executed(current)) < self.value:
-                self.policy, self.value = machine.policy.copied(current), executed
+            if (executed := self.executed(current)) < self.best.value:
+                self.best = replace(self.best, policy=machine.policy.copied(current), value=executed)
         return spent
 
 
@@ -208,9 +200,8 @@ def load(instance: SearchedProblem) -> bool:
     problem = shortened(instance.problem)
     for name in instance.names(problem):
         with suppress(NotDefined, Stuck):
-            wished = instance.wish(problem, name)
-            given = machine.policy.setting(problem, wished, problem.microbatches, is_span=False)
-            first = machine.policy.policy(problem, next(treatments(problem, wished)))
+            given = instance.setting(problem, name, is_span=False)
+            first = machine.policy.policy(problem, next(treatments(problem, given.wish)))
             return machine.policy.load(machine.state.machine(problem), first, given) or is_compiled
     return is_compiled
 
@@ -262,7 +253,7 @@ class LocalSearch:
 
     def climbing(self) -> list[Found]:
         """Return what has climbed to the end, the best first."""
-        return [climber.found() for climber in sorted(self._last, key=lambda one: one.value)]
+        return sorted((climber.best for climber in self._last), key=lambda one: one.value)
 
     # -- in threads ---------------------------------------------------------------------------------------------
 
@@ -293,7 +284,7 @@ class LocalSearch:
         self.limits = replace(limits, time_limit_s=(1 - FEWER_SHARE) * seconds)
         self._begin = time.monotonic()
         best: dict[int, dict[str, list[Policy]]] = {}
-        for one in sorted(search._begun, key=lambda one: one.value):
+        for one in sorted((climber.best for climber in search._begun), key=lambda one: one.value):
             number, few = narrow[one.instance]
             mine, placed = best.setdefault(number, {}), self.instances[number].placed
             if len(mine) < WISHES:
@@ -313,11 +304,11 @@ class LocalSearch:
         pairs.sort(key=lambda pair: not pair[1].startswith((START, "modulo")))
         found = sorted(self._screens(pool, pairs), key=_by_value)
         again = {one.reorders: n for n, one in enumerate(self.instances) if one.reorders is not None}
-        best = [one for one in _varied(found, self._most) if one.instance in again]
+        best = [one.best for one in _varied(found, self._most) if one.best.instance in again]
         others = self._screens(pool, [(again[one.instance], one.wish) for one in best])
-        reordered = {(self.instances[one.instance].reorders, one.wish): one for one in others}
-        better = (min(one, reordered.get((one.instance, one.wish), one), key=_by_value) for one in found)
-        self._begun = sorted(better, key=_by_value)
+        reordered = {(self.instances[one.best.instance].reorders, one.best.wish): one for one in others}
+        either = [(one, reordered.get((one.best.instance, one.best.wish), one)) for one in found]
+        self._begun = sorted((min(two, key=_by_value) for two in either), key=_by_value)
         return self._begun
 
     def _screens(self, pool: ThreadPoolExecutor, pairs: list[tuple[int, str]]) -> list[_Climber]:
@@ -325,40 +316,38 @@ class LocalSearch:
 
     def _screen(self, number: int, name: str) -> _Climber | None:
         """Run a wish with each first treatment of the activations, until half the time is over."""
-        is_clocked = not self.limits.reproducible
-        if is_clocked and self._best < NEVER and (self._used() > 0.5 or self.instances[number].bound >= self._best):
+        instance, problem, is_clocked = self.instances[number], self.problems[number], not self.limits.reproducible
+        if is_clocked and self._best < NEVER and (self._used_before(0.0) > 0.5 or instance.bound >= self._best):
             return None
         if self._stop.is_set():
             return None
-        problem = self.problems[number]
         try:
-            wished = self.instances[number].wish(problem, name)
+            given = instance.setting(problem, name, is_span=self.limits.is_span)
         except (NotDefined, Stuck):
             return None
         x = machine.state.machine(problem)
-        whole = self.instances[number].problem.microbatches
-        given = machine.policy.setting(problem, wished, whole, is_span=self.limits.is_span)
-        best: _Climber | None = None
-        start = self.instances[number].start(problem, name)
+        start = instance.start(problem, name)
         first = [] if start is None else [start.policy(problem)]
-        reorders = self.instances[number].reorders
-        known = self._widened.get(number if reorders is None else reorders, {}).get(name, [])
+        known = self._widened.get(number if instance.reorders is None else instance.reorders, {}).get(name, [])
+        best, least = None, NEVER
         for one in chain(
-            first, known, (machine.policy.policy(problem, modes) for modes in treatments(problem, wished))
+            first, known, (machine.policy.policy(problem, modes) for modes in treatments(problem, given.wish))
         ):
-            trial = machine.policy.copied(one)
-            reached = machine.policy.value(x, one, given, NEVER // 2 if best is None else best.value)
+            trial, cutoff = machine.policy.copied(one), min(least, NEVER // 2)
+            reached = machine.policy.value(x, one, given, cutoff)
             if reached >= NEVER and best is None and problem.freedom.split:  # halves may hold more than the whole
-                trial.fused[:] = True
-                one, trial = trial, machine.policy.copied(trial)
-                reached = machine.policy.value(x, one, given, NEVER // 2)
-            if reached < (NEVER if best is None else best.value):
-                best = _Climber(number, name, one, reached, given, partial(self._executed, number, given))
-        if best is not None:
-            best.value = best.executed(best.policy)
-        if best is not None and is_clocked:
-            self._tell(best)
-        return best
+                one = trial
+                one.fused[:] = True
+                reached = machine.policy.value(x, one, given, cutoff)
+            if reached < least:
+                best, least = one, reached
+        if best is None:
+            return None
+        executed = partial(self._executed, number, given)
+        climber = _Climber(Found(number, name, best, executed(best)), given, executed)
+        if is_clocked:
+            self._tell(climber)
+        return climber
 
     def _executed(self, number: int, given: Setting, policy: Policy) -> int:
         """Return what executions of a policy take: none waits with a reload until it is due.
@@ -377,23 +366,24 @@ class LocalSearch:
         """Let the best climb, anew after a restart; drop the worse half while there are more than two or threads."""
         least = max(CORES, self._threads)
         begun = _varied(climbers, self._most)
-        for climber in begun[:1]:
-            self._tell(climber)
+        if not begun:
+            return
+        self._tell(begun[0])
         self._last = begun[:1]
         rounds = ROUNDS * (1 + self._restarts(begun, least))
         for number in range(rounds):
             if number % ROUNDS == 0:
                 climbers, ended = [climber.again() for climber in begun], self._last if number else []
-            climbers = [one for one in climbers if self.instances[one.instance].bound < self._best]
+            climbers = [one for one in climbers if self.instances[one.best.instance].bound < self._best]
             if self._stop.is_set() or not climbers:
                 return
             share = (1 - self._used_before(number / rounds)) / (rounds - number)
             first, count = number * (CLIMBERS + OTHERS), len(climbers)
             jobs = [(one, first + place, share, count) for place, one in enumerate(climbers)]
             list(pool.map(lambda job: self._climb(*job), jobs))
-            climbers.sort(key=lambda one: one.value)
+            climbers.sort(key=lambda one: one.best.value)
             self._tell(climbers[0])
-            self._last = sorted([*climbers, *ended], key=lambda one: one.value)[: len(climbers)]
+            self._last = sorted([*climbers, *ended], key=lambda one: one.best.value)[: len(climbers)]
             climbers = climbers[: max(least, len(climbers) // 2)]
 
     @property
@@ -406,52 +396,49 @@ class LocalSearch:
 
         Until then each can run a chunk in every round.
         """
-        if not begun:
-            return 0
-        problem = self.problems[begun[0].instance]
+        problem = self.problems[begun[0].best.instance]
         ops = RESTART_AFTER * _ops(len(problem.stages), problem.microbatches, STILL_RUNS) * least / self._threads
         ops = max(ops, ROUNDS * CLIMBERS * CHUNK_OPS)
         return max(0, int((1 - self._used_before(0.0)) * self.limits.time_limit_s * OPS_PER_S / ops) - 1)
 
     def _used_before(self, part: float) -> float:
-        return part if self.limits.reproducible else min(1.0, self._used())
-
-    def _used(self) -> float:
-        return (time.monotonic() - self._begin) / max(1e-9, self.limits.time_limit_s)
+        """Return which part of the time is over, by the clock where it decides, and as given where it does not."""
+        used = (time.monotonic() - self._begin) / max(1e-9, self.limits.time_limit_s)
+        return part if self.limits.reproducible else min(1.0, used)
 
     def _climb(self, climber: _Climber, number: int, share: float, climbing: int) -> None:
         """Improve one policy for its part of a round."""
         is_clocked = not self.limits.reproducible
         seconds = share * self.limits.time_limit_s * min(1.0, self._threads / climbing)
         quota = float("inf") if is_clocked else seconds * OPS_PER_S
-        x = machine.state.machine(self.problems[climber.instance])
+        x = machine.state.machine(self.problems[climber.best.instance])
         end, spent = time.monotonic() + seconds, 0
         while spent < quota and not self._stop.is_set() and not (is_clocked and time.monotonic() >= end):
             seed = hash((self.limits.seed, number, spent)) & 0xFFFFFFFF
-            before = climber.value
+            before = climber.best
             spent += climber.climb(x, int(min(CHUNK_OPS, quota - spent)) + 1, seed)
-            if climber.value < before and is_clocked:
+            if climber.best is not before and is_clocked:
                 self._tell(climber)
-            if self.instances[climber.instance].bound >= climber.value:
+            if self.instances[climber.best.instance].bound >= climber.best.value:
                 return
 
     def _tell(self, climber: _Climber) -> None:
         """Report a policy that is better than all before."""
-        if climber.value < self._best:
-            self._best = climber.value
-            self._found.put(climber.found())
+        if climber.best.value < self._best:
+            self._best = climber.best.value
+            self._found.put(climber.best)
 
 
 def _by_value(one: _Climber) -> tuple[int, int, str]:
-    return one.value, one.instance, one.wish
+    return one.best.value, one.best.instance, one.best.wish
 
 
 def _varied(climbers: list[_Climber], most: int) -> list[_Climber]:
     """Return the best so many, and the best of each of the `OTHERS` best instances that are not among these."""
-    chosen, seen = climbers[:most], {climber.instance for climber in climbers[:most]}
+    chosen, seen = climbers[:most], {climber.best.instance for climber in climbers[:most]}
     for climber in climbers[most:]:
-        if climber.instance not in seen and len(chosen) < most + OTHERS:
-            seen.add(climber.instance)
+        if climber.best.instance not in seen and len(chosen) < most + OTHERS:
+            seen.add(climber.best.instance)
             chosen.append(climber)
     return chosen
 
@@ -460,23 +447,15 @@ class Realiser:
     """Runs policies on one whole instance."""
 
     def __init__(self, instance: SearchedProblem, *, is_span: bool) -> None:
-        self.instance = instance
-        self.is_span = is_span
+        self.problem = instance.problem
         self.machine = machine.state.machine(instance.problem)
-        self.settings: dict[str, Setting] = {}
+        self.setting = cache(partial(instance.setting, instance.problem, is_span=is_span))
 
     def schedule(self, found: Found) -> Schedule | None:
         """Return the schedule of a policy, at its earliest; None where its memory or its peaks do not come out."""
-        problem = self.instance.problem
-        if found.wish not in self.settings:
-            try:
-                wished = self.instance.wish(problem, found.wish)
-            except (NotDefined, Stuck):  # a round of a published order may divide fewer microbatches, and not all
-                return None
-            self.settings[found.wish] = machine.policy.setting(
-                problem, wished, problem.microbatches, is_span=self.is_span
-            )
-        return _followed(self.machine, problem, found.policy, self.settings[found.wish])
+        with suppress(NotDefined, Stuck):  # a round of a published order may divide fewer microbatches, and not all
+            return _followed(self.machine, self.problem, found.policy, self.setting(found.wish))
+        return None
 
 
 def _followed(x: MachineState, problem: Problem, policy: Policy, given: Setting) -> Schedule | None:

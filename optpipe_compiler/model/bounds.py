@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, chain, compress, starmap
+from itertools import accumulate, chain, compress, pairwise, starmap
 from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -382,18 +382,14 @@ def slots(problem: Problem) -> int:
 
     For equal stages, one on each of P devices, fused, without messages: (F + B) (Q P + r + P - 1).
     """
-    result = 0
+    result, trips = 0, _trips(problem)
     rest_of = _Rest(problem)
-    trip = 0
-    """Ticks from the arrival of the forward of stage s at the next stage to that of the gradient that comes back."""
     for s in reversed(range(len(problem.stages))):
-        stage = problem.stages[s]
         rest_of.begin_at(s)
-        for fit, time in _in_flight(problem, s, stage.forward + stage.send_activation + trip):
+        for fit, time in _in_flight(problem, s, problem.stages[s].forward + trips[s]):
             rounds = -(-problem.microbatches // fit) - 1
             if rounds:
                 result = max(result, rounds * time + rest_of(problem.microbatches - rounds * fit))
-        trip += stage.forward + stage.send_activation + backward_of(problem, stage) + stage.send_gradient
     return result
 
 
@@ -411,25 +407,30 @@ def one_by_one(problem: Problem) -> int:
     kept: F, the way through the later stages and back, and the backward. Offloaded: F, D, H and the backward, transfers
     alone on their link. Recomputed: F, R and the backward.
     """
-    result = 0
-    trip = 0
-    """Ticks from the end of the forward of stage s to the arrival of the gradient that comes back."""
-    least = [0] * problem.devices
-    for s in reversed(range(len(problem.stages))):
+    result, trips = 0, _trips(problem)
+
+    def between(s: int) -> int:
         stage = problem.stages[s]
-        backward = work_of(problem, stage) - stage.forward
-        between = min(compress((trip, stage.offload_alone + stage.reload_alone, stage.recompute), problem.able(s)))
-        least[stage.device] += stage.forward + between + backward
-        if s:
-            before = problem.stages[s - 1]
-            trip += before.send_activation + stage.forward + backward_of(problem, stage) + stage.send_gradient
-    for device, ticks in enumerate(least):
-        mine = [problem.stages[s] for s in problem.stages_of(device)]
+        return min(compress((trips[s], stage.offload_alone + stage.reload_alone, stage.recompute), problem.able(s)))
+
+    for device in range(problem.devices):
+        numbers = problem.stages_of(device)
+        mine = [problem.stages[s] for s in numbers]
         smallest = min((stage.saved for stage in mine), default=0)
         beside = min((min(s.saved, s.residue) if problem.freedom.split else s.saved for s in mine), default=0)
         if mine and problem.budget[device] < smallest + beside:
-            result = max(result, head_of(problem, problem.stages_of(device)[0]) + problem.microbatches * ticks)
+            ticks = _work_of(problem, numbers) + sum(map(between, numbers))
+            result = max(result, head_of(problem, numbers[0]) + problem.microbatches * ticks)
     return result
+
+
+def _trips(problem: Problem) -> list[int]:
+    """Return for each stage the ticks from the end of its forward to the arrival of the gradient that comes back."""
+    trips = [0]
+    for before, stage in reversed([*pairwise(problem.stages)]):
+        there_and_back = stage.forward + backward_of(problem, stage)
+        trips.append(trips[-1] + before.send_activation + there_and_back + stage.send_gradient)
+    return trips[::-1]
 
 
 class _Rest:

@@ -41,7 +41,7 @@ from optpipe_compiler.published.dualpipev import dualpipev
 from optpipe_compiler.published.gis import gis, gis_h, gis_h_uniform, gis_m
 from optpipe_compiler.published.hanayo import hanayo
 from optpipe_compiler.published.own import OwnOrder, recipe_of
-from optpipe_compiler.published.pipeoffload import offloading, po_f, po_h, streaming
+from optpipe_compiler.published.pipeoffload import offloading, po_h, streaming
 from optpipe_compiler.published.recompute import recomputing
 from optpipe_compiler.published.transfers import timed
 from optpipe_compiler.published.v_pattern import v_half, v_min
@@ -154,7 +154,7 @@ METHODS: dict[str, Method] = {
     "gis-h": _paper(gis_h, LOOP_ANY, _PIPEOFFLOAD),
     "gis-h-uniform": _paper(gis_h_uniform, LOOP_ANY, _PIPEOFFLOAD),
     "po-h": _paper(po_h, LOOP_ANY, _PIPEOFFLOAD),
-    "po-f": _paper(po_f, LOOP_ANY, _PIPEOFFLOAD),
+    "po-f": _paper(offloading("po-f", gis_h_uniform), LOOP_ANY, _PIPEOFFLOAD),
     "po-1": _paper(offloading("po-1", gis_h_uniform, 1), LOOP_ANY[1:], _PIPEOFFLOAD),
     "po-3": _paper(offloading("po-3", gis_h_uniform, 3), LOOP_ANY[2:], _PIPEOFFLOAD),
     "interleaved-zb": Method(interleaved_zb, LOOP, "stock", f"torch, {_ZERO_BUBBLE}"),

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-def po_f(problem: Problem) -> Recipe:
-    """Return uniform GIS-H with all activations offloaded."""
-    return offloading("po-f", gis_h_uniform)(problem)
-
-
 def po_h(problem: Problem) -> Recipe:
     """Return uniform GIS-H with the lower half of each device's stages offloaded; of an odd number, the larger half."""
     return offloading("po-h", gis_h_uniform, (problem.per_device + 1) // 2)(problem)

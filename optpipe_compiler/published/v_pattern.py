@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from itertools import accumulate, pairwise
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe_compiler.model.schedule import Kind, Task
@@ -81,8 +82,8 @@ class Pattern:
         self.rows = [with_weights(row) for row in self.rows]
         peak = max(max(_levels(row)) for row in self.rows)
         first_input, last_forward = Task(Kind.I, 0, 0), Task(Kind.F, 0, self.count - 1)
-        self._compact(self.rows[0][first_input], peak, warmup=True)
-        self._compact(self.rows[0][last_forward], peak, warmup=False)
+        self._compact(peak, after=self.rows[0][first_input])
+        self._compact(peak, first=self.rows[0][last_forward] + 1)
         self._squeeze()
         self._tighten_drain(self.rows[0][last_forward], peak)
         return [sorted(row, key=lambda task: row[task]) for row in self.rows]
@@ -104,25 +105,21 @@ class Pattern:
             before = Task(kind, stage + 1, microbatch) if stage < self.last else Task(Kind.F, stage, microbatch)
         return 1 + max(self._slot(before), self._slot(Task(kind, stage, microbatch - 1)))
 
-    def _sequence(self, slots: range) -> list[tuple[int, int, Task]]:
-        return sorted(
-            (slot, device, task) for device, row in enumerate(self.rows) for task, slot in row.items() if slot in slots
-        )
+    def _passes(self, first: int = 0, after: float = inf) -> list[tuple[int, int, Task]]:
+        """Return the passes in slots from the first to before another: slot, device and task, in this order."""
+        every = ((slot, device, task) for device, row in enumerate(self.rows) for task, slot in row.items())
+        return sorted(one for one in every if first <= one[0] < after)
 
-    def _end(self) -> int:
-        """The slot behind the last one."""
-        return 1 + max(max(row.values()) for row in self.rows)
-
-    def _compact(self, border: int, peak: int, *, warmup: bool) -> None:
-        """Move each pass of the warm-up (before slot `border`) or drain (after it) to the first slot it may have."""
+    def _compact(self, peak: int, first: int = 0, after: float = inf) -> None:
+        """Move each pass of these slots, which are those of the warm-up or the drain, to the first that it may have."""
         taken = [set(row.values()) for row in self.rows]
         levels = [_levels(row) for row in self.rows]
-        for slot, device, task in self._sequence(range(border) if warmup else range(border + 1, self._end())):
+        for slot, device, task in self._passes(first, after):
             level = levels[device]
-            first = self._earliest(task)
+            least = self._earliest(task)
             if task.kind is Kind.F:
-                first = max([first, *(t + 1 for t in range(first, slot) if level[t] >= peak)])
-            to = next((t for t in range(first, slot) if t not in taken[device]), slot)
+                least = max([least, *(t + 1 for t in range(least, slot) if level[t] >= peak)])
+            to = next((t for t in range(least, slot) if t not in taken[device]), slot)
             taken[device].remove(slot)
             taken[device].add(to)
             self.rows[device][task] = to
@@ -133,7 +130,7 @@ class Pattern:
     def _squeeze(self) -> None:
         """Let every pass run as soon as its device and its data are there, the order kept."""
         free = [0] * self.devices
-        for _, device, task in self._sequence(range(self._end())):
+        for _, device, task in self._passes():
             start = max(free[device], self._earliest(task))
             self.rows[device][task] = start
             free[device] = start + 1
@@ -144,7 +141,7 @@ class Pattern:
         held = [_Held.at(row, start) for row in self.rows]
         self.rows = [{task: slot for task, slot in row.items() if task.kind is not Kind.W} for row in self.rows]
         drains = [{task: slot for task, slot in row.items() if slot > start} for row in self.rows]
-        for slot, device, task in self._sequence(range(border + 1, self._end())):
+        for slot, device, task in self._passes(border + 1):
             drain = drains[device]
             taken = set(drain.values())
             for to in range(max(self._earliest(task), start + 1), slot):

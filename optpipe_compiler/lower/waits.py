@@ -1,7 +1,4 @@
-"""Waits: each op gets those it needs and no more.
-
-It needs them for its data, and, when it takes memory, for enough frees of other lanes that no execution can pass the
-planned peak. The machine finds them (machine/waits.py) in one sweep over the planned order.
+"""Waits: each op gets those it needs and no more; the machine finds them in one sweep (machine/waits.py says how).
 
 Why it is safe: let S be any reachable state and x the last of its allocations in planned order. All allocations of S
 are planned no later than x, and x waited for frees until they all fit. So no execution exceeds the planned peak.

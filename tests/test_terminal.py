@@ -38,6 +38,16 @@ def test_a_table_folds_and_cuts_nothing_and_no_number(width):
     assert all(word in out for word in ("its", "paper", "says"))
 
 
+def test_titles_of_columns_that_do_not_wrap_are_not_cut_either():
+    table = Table(box=None)
+    for title in ("device", "of cap"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("layers")
+    table.add_row("0", "99%", "1-8 17-24 33-40")
+    out = shown(table, 15)
+    assert all(word in out for word in ("device", "of", "cap", "99%", "33-40"))
+
+
 def test_a_table_that_has_room_is_as_rich_makes_it():
     table = Table("schedule", "makespan", box=None)
     table.add_row("a b c", "1 ms")

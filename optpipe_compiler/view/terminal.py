@@ -77,7 +77,7 @@ class Terminal(Console):
         left = given - len(table.columns) + 1
         widths, most = [], []
         for column in table.columns:
-            column.overflow = "fold"
+            column.overflow, column.no_wrap = "fold", False  # without wrapping even that cuts
             cells = [Measurement.get(self, wide, cell) for cell in (column.header, *column.cells)]
             longest = max(cell.maximum for cell in cells)
             words = max(min(cell.minimum, FOLDED) for cell in cells)

@@ -262,79 +262,52 @@ class _Pair:
     """Whether the second pass goes through the devices in the other direction."""
 
     def within(self, target: int) -> list[int] | None:
-        """Return cuts in which no device has more than that; None where there are none."""
-        rooms = [most_work(target, one) - other for one, other in zip(self.slow, self.others, strict=True)]
-        return self._turning(rooms) if self.turns else self._going_round(rooms)
+        """Return cuts in which no device has more than that; None where there are none.
 
-    def _going_round(self, rooms: list[int]) -> list[int] | None:
-        """After each device and for each border of the passes: how far the second pass can be, by where the first is.
+        After each device, for each place where the second pass can begin: how far it can be, by where the first one is,
 
-        far'[c + n] = max over n of the last e with p[e] - p[far[c]] <= room - (p[c + n] - p[c]).
+            far'[c + n] = max over n of the last e with p[e] - p[far[c]] <= room - (p[c + n] - p[c]).
+
+        A second pass in the other direction comes back from the end: its places, and its p, are counted from there on,
+        and where it ends it meets the first.
         """
-        devices, p = len(self.others), self.prefix
-        borders = self._borders()
-        far = np.full((len(borders), self.end + 1), NOWHERE, np.int64)
-        far[:, self.begin] = borders
+        if self.turns:
+            p, begins = self.prefix[self.end] - self.prefix[self.end :: -1], np.zeros(1, np.int64)
+        else:
+            p, begins = self.prefix, self._borders()
+        far = np.full((len(begins), self.end + 1), NOWHERE, np.int64)
+        far[:, self.begin] = begins
         steps = []
-        for index, room in enumerate(rooms):
-            left = devices - 1 - index
-            best, by = np.full_like(far, NOWHERE), np.zeros_like(far)
-            for count, starts, rest in self._runs(room):
-                known = far[:, starts]
+        for index, (slow, other) in enumerate(zip(self.slow, self.others, strict=True)):
+            left, best, by = len(self.others) - 1 - index, np.full_like(far, NOWHERE), np.zeros_like(far)
+            for count, starts, rest in self._runs(most_work(target, slow) - other):
+                known, ends = far[:, starts], starts + count
                 reach = np.searchsorted(p, p[known] + rest, side="right") - 1
-                reach = np.minimum(reach, self.end - left)
-                possible = (known != NOWHERE) & (reach > known) & (starts + count <= borders[:, None] - left)
-                reach = np.where(possible, reach, NOWHERE)
-                here = best[:, starts + count]
-                by[:, starts + count] = np.where(reach > here, count, by[:, starts + count])
-                best[:, starts + count] = np.maximum(reach, here)
+                if self.turns:
+                    reach = np.minimum(reach, self.end - ends - 2 * left)
+                else:
+                    reach = np.where(ends <= begins[:, None] - left, np.minimum(reach, self.end - left), NOWHERE)
+                reach = np.where((known != NOWHERE) & (reach > known), reach, NOWHERE)
+                here = best[:, ends]
+                by[:, ends] = np.where(reach > here, count, by[:, ends])
+                best[:, ends] = np.maximum(reach, here)
             steps.append((far, by))
             far = best
-        done = np.flatnonzero(far[np.arange(len(borders)), borders] == self.end)
+        borders = np.arange(self.end + 1) if self.turns else begins
+        rows = np.zeros_like(borders) if self.turns else np.arange(len(begins))
+        done = np.flatnonzero(far[rows, borders] == (self.end - borders if self.turns else self.end))
         if not done.size:
             return None
-        row = int(done[np.argmin(np.abs(borders[done] - self.border))])
-        at = int(borders[row])
-        first, second = [at], [self.end]
-        for before, by in reversed(steps):
-            at -= int(by[row, at])
-            first.append(at)
-            second.append(int(before[row, at]))
-        return [*reversed(first), *reversed(second[:-1])]
+        nearest = done[np.argmin(np.abs(borders[done] - self.border))]
+        return self._back(steps, int(rows[nearest]), int(borders[nearest]))
 
-    def _turning(self, rooms: list[int]) -> list[int] | None:
-        """After each device: where the second pass can begin at the earliest, by where the first pass is.
-
-        near'[c + n] = min over n of the first s with p[near[c]] - p[s] <= room - (p[c + n] - p[c]).
-        """
-        devices, p = len(self.others), self.prefix
-        never = self.end + 1
-        near = np.full(self.end + 1, never, np.int64)
-        near[self.begin] = self.end
-        steps = []
-        for index, room in enumerate(rooms):
-            after = 2 * (devices - 1 - index)
-            best, by = np.full_like(near, never), np.zeros_like(near)
-            for count, starts, rest in self._runs(room):
-                known = near[starts]
-                reach = np.searchsorted(p, p[np.minimum(known, self.end)] - rest, side="left")
-                reach = np.maximum(reach, starts + count + after)
-                reach = np.where((known != never) & (reach < known), reach, never)
-                here = best[starts + count]
-                by[starts + count] = np.where(reach < here, count, by[starts + count])
-                best[starts + count] = np.minimum(reach, here)
-            steps.append((near, by))
-            near = best
-        done = np.flatnonzero(near == np.arange(len(near)))
-        if not done.size:
-            return None
-        at = int(done[np.argmin(np.abs(done - self.border))])
-        first, second = [at], list[int]()
-        for before, by in reversed(steps):
-            at -= int(by[at])
-            first.append(at)
-            second.append(int(before[at]))
-        return [*reversed(first), *second]
+    def _back(self, steps: list[tuple[Ints, Ints]], row: int, border: int) -> list[int]:
+        """Return the cuts of both passes, looked up from the last device to the first."""
+        first, second = [border], [self.end]
+        for far, by in reversed(steps):
+            first.append(first[-1] - int(by[row, first[-1]]))
+            second.append(int(far[row, first[-1]]))
+        return [*reversed(first), *([self.end - one for one in second[1:]] if self.turns else second[-2::-1])]
 
     def _borders(self) -> Ints:
         """Return where the second pass may begin: everywhere, or in long models here and there."""

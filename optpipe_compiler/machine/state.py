@@ -284,12 +284,10 @@ def _constants(problem: Problem) -> tuple[Any, Any, Any, Ints]:
         if (number := problem.sum_of(names)) > MOST_IN_ALL:
             raise BadInput(f"a step's ops {what.format(number)}, expected at most {MOST_IN_ALL}")
     owned = [problem.stages_of(device) for device in range(problem.devices)]
-    after = {s: later for mine in owned for s, later in zip(mine, [*mine[1:], NONE], strict=True)}
     stages = _records(StageRecord, len(problem.stages))
     devices = _records(DeviceRecord, problem.devices)
     links = _records(LinkRecord, problem.links)
-    for s, stage in enumerate(problem.stages):
-        stages["device"][s], stages["next"][s] = stage.device, after[s]
+    stages["device"] = problem.device_of
     costs = np.zeros((len(problem.by_class), len(problem.stages), COSTS), np.int64)
     for number, s in np.ndindex(costs.shape[:2]):
         stage, row = problem.by_class[number][s], costs[number, s]
@@ -312,17 +310,16 @@ def _constants(problem: Problem) -> tuple[Any, Any, Any, Ints]:
         )
     place = 0
     for d, mine in enumerate(owned):
+        stages["next"][mine] = [*mine[1:], NONE]
         device = devices[d]
         device["first_stage"] = mine[0] if mine else NONE
         device["first_place"], device["last_place"] = place, place + len(mine) * problem.microbatches
         place = device["last_place"]
-        link = problem.link_of[d]
-        device["link"] = NONE if link is None else link
-        device["next_behind"] = next(
-            (o for o in range(d + 1, problem.devices) if link is not None and problem.link_of[o] == link), NONE
-        )
+    devices["link"] = devices["next_behind"] = NONE
     for link in range(problem.links):
-        links["first_behind"][link] = next((d for d, one in enumerate(problem.link_of) if one == link), NONE)
+        behind = [d for d, one in enumerate(problem.link_of) if one == link]
+        devices["link"][behind], devices["next_behind"][behind] = link, [*behind[1:], NONE]
+        links["first_behind"][link] = behind[0] if behind else NONE
     devices["budget"] = problem.budget
     devices["host_budget"] = _host_shares(problem, owned)
     return stages, devices, links, costs

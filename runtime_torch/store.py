@@ -62,6 +62,8 @@ class SavedTensorStore:
     """In the order of saving."""
     holdings: list[Holding] = field(default_factory=list)
     _by_address: dict[int, Holding] = field(default_factory=dict)
+    _passing: set[int] = field(default_factory=set)
+    """The addresses of what dropped layers have handed on and later ones still get."""
     _gone: dict[weakref.ref[Holding], tuple[UntypedStorage, list[weakref.ref[Slot]]]] = field(default_factory=dict)
     """What a whole backward frees as it reads it, and has not yet freed: its storage and its slots."""
     _pack_again: Callable[[Tensor], Handle] | None = None
@@ -200,17 +202,28 @@ class SavedTensorStore:
 
     # -- moving
 
-    def drop(self, first: int, end: int, kept: Sequence[Tensor] = ()) -> None:
+    def drop(self, first: int, end: int, kept: Sequence[Tensor] = (), handed_on: Sequence[Tensor] = ()) -> None:
         """Free what layers [first, end) saved; a recompute from `kept` brings it back.
 
-        What later layers save of `kept` is not theirs: it stays that of the layer that saved it first.
+        What later layers save of `kept`, or of what they are `handed_on`, is not theirs: it stays that of the layer
+        that saved it first.
         """
-        alive = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        alive = _addresses(kept)
+        passing = _addresses(handed_on) - alive
         for holding in self._movable(first, end):
             storage = self._detach(holding)
-            if storage.data_ptr() in alive:
-                self._by_address[storage.data_ptr()] = holding
+            address = storage.data_ptr()
+            if address in alive or address in passing:
+                self._by_address[address] = holding
+            if address in passing:
+                self._passing.add(address)
             self.meter.release(storage)
+
+    def pass_on(self, tensors: Sequence[Tensor]) -> None:
+        """The next layer begins with these tensors: of what was handed on by dropped layers, only they are alive."""
+        for address in self._passing - _addresses(tensors) if self._passing else ():
+            self._passing.remove(address)
+            self._by_address.pop(address, None)
 
     def offload(self, first: int, end: int) -> None:
         """Copy what layers [first, end) saved to the host, each storage once, then free it on the device."""
@@ -318,6 +331,10 @@ class SavedTensorStore:
             slot.tensor = None
         holding.let_go()
         return storage
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _matches(slot: Slot, tensor: Tensor, *, whole: bool) -> bool:

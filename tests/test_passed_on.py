@@ -146,6 +146,66 @@ def test_the_first_stage_splits_behind_its_first_layer_and_shares_what_that_pass
     assert part.meter.current_bytes == 0
 
 
+# -- what layers save of their result, and the next one of its input
+
+
+def saving_stage(count):
+    """Layers that each save their input and their result."""
+    torch.manual_seed(0)
+    run = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(count)]
+    return StageExecution(run, FIRST, is_first=False, is_last=False, device="cpu")
+
+
+def ranges(states, first, *, joined):
+    """The layers of each state by range, neighbours of one state together or apart."""
+    found = {"K": [], "O": [], "R": []}
+    index = first
+    for state, same in itertools.groupby(states):
+        count = len(list(same))
+        steps = [count] if joined else [1] * count
+        for step in steps:
+            found[state].append((index, index + step))
+            index += step
+    return found
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
+@pytest.mark.parametrize("states", list(itertools.product("KOR", repeat=4)), ids="".join)
+def test_what_a_recomputed_layer_hands_on_is_not_kept_by_the_next(states, joined, fused):
+    """The next one shares it, so it is neither charged for it, nor does it hold it, on the device or on the host."""
+    x, gradient = torch.randn(3, 8), torch.randn(3, 8)
+    own, checkpoint = [2 * x.nbytes, *[x.nbytes] * 3], x.nbytes
+    other = saving_stage(4)
+    other.forward(0, x)
+    assert other.saved_bytes(0) == sum(own)
+    wanted = [other.backward(0, gradient), *(p.grad for layer in other.layers for p in layer.parameters())]
+    part, layers = saving_stage(4), ranges(states, FIRST, joined=joined)
+    held = {letter: sum(sum(own[a - FIRST : b - FIRST]) for a, b in layers[letter]) for letter in "KOR"}
+    part.forward(0, x, recomputed=layers["R"])
+    assert part.meter.current_bytes <= held["K"] + held["O"] + checkpoint * len(layers["R"])
+    for one in layers["O"]:
+        part.offload(0, one)
+    allowed = held["K"] + checkpoint * len(layers["R"])
+    assert part.meter.current_bytes <= allowed
+    assert part.host_meter.current_bytes <= held["O"]
+    for one in layers["R"]:
+        part.recompute(0, one)
+        allowed += sum(own[one[0] - FIRST : one[1] - FIRST]) - checkpoint
+        assert part.meter.current_bytes <= allowed
+    for one in layers["O"]:
+        part.reload(0, one)
+    assert part.saved_bytes(0) == sum(own)
+    if fused:
+        found = part.backward(0, gradient)
+    else:
+        found = part.backward_input(0, gradient)
+        part.backward_weight(0)
+    for mine, theirs in zip([found, *(p.grad for one in part.layers for p in one.parameters())], wanted, strict=True):
+        assert torch.equal(mine, theirs)
+    assert part.meter.current_bytes == part.host_meter.current_bytes == 0
+
+
 # -- the hidden states that parts of a head pass on
 
 PARTS = 4

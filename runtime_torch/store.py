@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine
-from runtime_torch.holdings import Constant, Holding, Slot, geometry
+from runtime_torch.holdings import Constant, Geometry, Holding, Slot, geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -342,5 +342,11 @@ def _matches(slot: Slot, tensor: Tensor, *, whole: bool) -> bool:
     `whole` holding."""
     expected, found = slot.shape(), geometry(tensor)
     if whole:
-        return expected == found and slot.holding.nbytes == tensor.untyped_storage().nbytes()
+        return _lies(expected) == _lies(found) and slot.holding.nbytes == tensor.untyped_storage().nbytes()
     return (expected[0], expected[2]) == (found[0], found[2])
+
+
+def _lies(geometry: Geometry) -> tuple[object, ...]:
+    """Return a geometry without the strides of dimensions that have one entry: a view may have others."""
+    dtype, offset, size, stride, *rest = geometry
+    return dtype, offset, size, [step for count, step in zip(size, stride, strict=True) if count != 1], rest

@@ -843,6 +843,16 @@ def test_autocast_is_restored_for_a_recompute():
         assert torch.equal(a, b)
 
 
+def test_one_sample_s_part_of_a_sequence_is_recomputed_under_autocast():
+    """A cut of one sample keeps the stride of the whole sequence, a view of it does not."""
+    stage = StageExecution([nn.Embedding(16, 8), nn.Linear(8, 8)], 0, is_first=True, is_last=False, device="cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = stage.forward(0, torch.arange(12)[None, :5], recomputed=[(0, 1)])
+        stage.recompute(0, (0, 1))
+    stage.backward(0, torch.ones_like(out))
+    assert all(parameter.grad.any() for layer in stage.layers for parameter in layer.parameters())
+
+
 @pytest.mark.parametrize("way", ["keep", "offload", "recompute"])
 def test_autocast_copies_of_weights_are_not_stored_and_those_of_inputs_do_not_outlive_their_microbatch(way):
     """Until its region ends autocast holds on to the copies of leaves: of weights, which is good, and of inputs."""

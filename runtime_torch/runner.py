@@ -234,21 +234,22 @@ class Runner:
                 refuse_parts(schedule, rank)
         except BadInput as error:
             problem = error
-        packages = agree_on(schedule, problem, packages, mover.said, self._group)
-        moved, self._has_failed = 0, True
-        if not same:
-            moved = mover.move(wanted, packages, self._group)
-            found = restaged(schedule, stages, rank)
-            stages.clear()
-            stages.update(found)
-            batches = Batches(schedule, stages, self._boundary, self._group)
-            batches.go_on_from(self._batches)
-            self._batches, self._ready = batches, None
-            self._replicated = _replicated(stages)
-        self.schedule = schedule
-        self._replay.close()
-        self._replay = self._replayed(schedule, stages)
-        self._has_failed = False
+        with self._in_one_piece(raises_together=True):
+            packages = agree_on(schedule, problem, packages, mover.said, self._group)
+        moved = 0
+        with self._in_one_piece():
+            if not same:
+                moved = mover.move(wanted, packages, self._group)
+                found = restaged(schedule, stages, rank)
+                stages.clear()
+                stages.update(found)
+                batches = Batches(schedule, stages, self._boundary, self._group)
+                batches.go_on_from(self._batches)
+                self._batches, self._ready = batches, None
+                self._replicated = _replicated(stages)
+            self.schedule = schedule
+            self._replay.close()
+            self._replay = self._replayed(schedule, stages)
         return Swap(len(wanted), moved, time.perf_counter_ns() - begin)
 
     @contextmanager

@@ -959,8 +959,8 @@ def test_a_runner_takes_no_step_after_one_that_failed_in_the_middle(alone):
         runner.step(x, target=x)
 
 
-@pytest.mark.parametrize("place", ["batches", "runner"])
-def test_a_runner_takes_no_step_after_one_whose_agreement_was_interrupted(alone, monkeypatch, place):
+@pytest.mark.parametrize("place", ["batches.go_on", "runner.go_on", "runner.agree_on"])
+def test_a_runner_takes_no_step_after_an_agreement_that_was_interrupted(alone, monkeypatch, place):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -968,9 +968,9 @@ def test_a_runner_takes_no_step_after_one_whose_agreement_was_interrupted(alone,
     stages = runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", **microbatch())
     runner = runtime_torch.Runner(plan((0, 0)), stages)
     with monkeypatch.context() as changed:
-        changed.setattr(f"runtime_torch.{place}.go_on", interrupted)
+        changed.setattr(f"runtime_torch.{place}", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            runner.step(*inputs, target=target)
+            runner.replace(plan((0, 0))) if "agree" in place else runner.step(*inputs, target=target)
     with pytest.raises(RunFailed, match="an earlier step, eval or replace of this Runner ended in the middle"):
         runner.step(*inputs, target=target)
 

@@ -325,7 +325,7 @@ class StageExecution:
                 return None
             root = self._root(run, gradient)
             run.store.let_go()
-            with without_autocast(self.device):
+            with without_autocast(self.device), self._in_own_graph(run):
                 engine.accumulate([run.output], [root])
             found = None if run.leaf is None else run.leaf.grad
             self._separate(one.untyped_storage() for one in (root, found) if one is not None)
@@ -337,7 +337,7 @@ class StageExecution:
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I: return the input's gradient (None on the first stage); keep only what the weight gradients read."""
         run = self._passes[microbatch]
-        with without_autocast(self.device):
+        with without_autocast(self.device), self._in_own_graph(run):
             found = self._backward_input(run, gradient)
         self._drop_carry(run)
         return found
@@ -346,7 +346,7 @@ class StageExecution:
         """W: accumulate the weights' gradients."""
         run = self._passes.pop(microbatch)
         try:
-            with without_autocast(self.device):
+            with without_autocast(self.device), self._in_own_graph(run):
                 self._backward_weight(run)
         finally:
             self._release(run)
@@ -622,6 +622,20 @@ class StageExecution:
         self._separate([*run.captured, *(one.untyped_storage() for one in (root, found) if one is not None)])
         run.store.finish(run.rest.take_finished())
         return None if self.is_first else found
+
+    @contextmanager
+    def _in_own_graph(self, run: _Pass) -> Iterator[None]:
+        """Within: a backward. Raise BadInput where that of a slice has led into the graph of another one."""
+        try:
+            yield
+        except RuntimeError as error:
+            if run.part is None or "backward through the graph a second time" not in str(error):
+                raise
+            raise BadInput(
+                f"layers {self.first_layer} to {self.end_layer - 1}: what a layer has kept of a slice leads the "
+                "backward of the next one into the graph of that slice, expected that it looks at earlier slices by "
+                "`carry.attend` alone: other states, as of recurrent layers, cannot be sliced"
+            ) from error
 
     def _hold_captured(self, run: _Pass) -> None:
         """Count the gradients that wait for W."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,13 +18,14 @@ from optpipe_compiler.costs.models import load
 from optpipe_compiler.costs.noise import noisy
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Model, parse, value_of
+from optpipe_compiler.errors import BadInput
 from optpipe_torch.estimates.estimate import EstimateOptions, estimate
 from optpipe_torch.models import known as models
 from optpipe_torch.models import text
 from optpipe_torch.profiler.child import measure_sizes
 from optpipe_torch.profiler.layers import Benches, layer_bytes, transient_bytes
 from optpipe_torch.profiler.records import SlicedBytes, assemble, sample_name, slice_spans
-from optpipe_torch.profiler.slices import _excesses, slice_bytes, sliced_bench, time_slices
+from optpipe_torch.profiler.slices import _excesses, _hold_against_whole, slice_bytes, sliced_bench, time_slices
 from optpipe_torch.profiler.timer import Timer
 
 BLOCK_NS, ATTENTION, OVERHEAD, OP_NS = 10_000_000, 4_000_000, 100_000, 30_000
@@ -197,6 +199,27 @@ def test_layers_that_do_not_say_so_have_no_slices():
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "sentence"),
+    [
+        ("convolution", 1, r"layer 1 \(Crossing\) says that it can be sliced, and its slices have another result"),
+        ("detached state", 1, r"layer 1 \(Crossing\) says that it can be sliced, and its slices have another result"),
+        ("state", 1, r"layer 1 \(Crossing\) says that it can be sliced, and its slices have another result"),
+        ("sum", 2, r"layer 2 \(Summing\) says that it can be sliced, and its slices have another result"),
+        ("dropout", 1, None),
+    ],
+)
+def test_a_layer_that_says_wrongly_that_it_can_be_sliced_is_refused(kind, index, sentence):
+    from optpipe_torch.models.user_functions import allow
+
+    builder = "tests.user_layers:crossing"
+    allow(builder)
+    model = Model(builder=builder, config={"kind": kind}, microbatch_size=2, sequence_length=16, seed=0)
+    benches = Benches(model, text.default_text())
+    with pytest.raises(BadInput, match=sentence) if sentence else nullcontext():
+        _hold_against_whole(benches, index, sliced_bench(benches, index))
 
 
 def test_estimates_count_slices():

@@ -333,6 +333,29 @@ def test_attention_that_slices_cannot_have_is_refused():
         DecoderLayer(nn.Linear(4, 4))
 
 
+class Recurrent(nn.GRU):
+    """Begins each slice with the state that the one before has ended with, graph included."""
+
+    def forward(self, x, *, carry=WHOLE):
+        found, self.state = super().forward(x, self.state if carry.start else None)
+        return found
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_a_backward_that_leads_into_the_graph_of_another_slice_is_refused(fused):
+    block = [nn.Linear(8, 8), Recurrent(8, 8, batch_first=True)]
+    stage = StageExecution(block, 1, is_first=False, is_last=False, device="cpu")
+    for index in range(2):
+        stage.forward(index, torch.randn(2, 4, 8), part=Slice(0, index, (0, 4), 0.5, None))
+    ops = [stage.backward] if fused else [stage.backward_input, lambda index, _: stage.backward_weight(index)]
+    with pytest.raises(
+        BadInput, match="layers 1 to 2: what a layer has kept of a slice leads the backward of the next"
+    ):
+        for index in reversed(range(2)):
+            for op in ops:
+                op(index, torch.randn(2, 4, 8))
+
+
 def test_a_first_layer_with_attention_over_its_own_weights_is_refused():
     class Both(nn.Module):
         def __init__(self):

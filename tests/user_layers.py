@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from optpipe_compiler.documents.profile import Model
 from optpipe_torch.models import known
 from runtime_torch import vocabulary
+from runtime_torch.slices import WHOLE, Carry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -228,3 +229,39 @@ def draw_sentences(generator: torch.Generator, samples: int) -> tuple[Sentence, 
 def sentences(width: int = 16) -> tuple[list[Callable[[], nn.Module]], Callable[..., object]]:
     """Return what makes the layers, and the sentences."""
     return [partial(Words, width), *[partial(Attention, width)] * 3, partial(Guess, width)], draw_sentences
+
+
+class Crossing(nn.Module):
+    """Says that it can be sliced, and looks at other tokens of its slice, or keeps what it found, on its own."""
+
+    sliceable = True
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.mix = nn.Conv1d(width, width, 3) if kind == "convolution" else nn.GRU(width, width, batch_first=True)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
+        """Mix the tokens."""
+        if self.kind == "convolution":
+            return x + self.mix(nn.functional.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)  # type: ignore[no-any-return]
+        found, state = self.mix(x, self.state if carry.start else None)
+        self.state = state.detach() if self.kind == "detached state" else state
+        return found  # type: ignore[no-any-return]
+
+
+class Summing(Scorer):
+    """The sum over the tokens, which is not weighed by their number."""
+
+    sliceable = True
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the sum of the cross-entropies."""
+        return super().forward(x, target) * target.numel()
+
+
+def crossing(kind: str) -> list[nn.Module]:
+    """Return layers of which one says wrongly that it can be sliced."""
+    inner = nn.Linear(8, 8) if kind == "sum" else nn.Dropout(0.5) if kind == "dropout" else Crossing(8, kind)
+    return [nn.Embedding(256, 8), inner, Summing(8) if kind == "sum" else Scorer(8)]

@@ -155,6 +155,11 @@ class Benches:
             found.append(cut[0] if bundle is None or bundle.is_single else bundle.of(None, end - begin).join(cut))
         return found
 
+    def parts(self, border: int, tensor: Tensor, tokens: int) -> tuple[Tensor, ...]:
+        """Return the tensors of so many tokens in what crosses a border."""
+        bundle = self._bundles[border]
+        return (tensor,) if bundle.is_single else bundle.of(None, tokens).cut(tensor)
+
     def stage(self, first: int, end: int, *, selective: bool = False) -> Bench:
         """Return the stage of layers [first, end), with gradient buffers; all or none with selective recompute."""
         is_last = end == self.head + 1

@@ -46,9 +46,10 @@ class RunFailed(OptPipeError):
 
     exit_code = 5
 
-
-class FailedElsewhere(RunFailed):
-    """Another rank failed, where its error is."""
+    def __init__(self, text: str, *, elsewhere: bool = False) -> None:
+        super().__init__(text)
+        self.elsewhere = elsewhere
+        """Whether another rank failed, which says why."""
 
 
 class MissingDependency(OptPipeError):

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from optpipe_compiler.errors import BadInput, FailedElsewhere, OptPipeError, RunFailed
+from optpipe_compiler.errors import BadInput, OptPipeError, RunFailed
 
 
 def go_on(
@@ -41,7 +41,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None) -> 
 
 def told(error: BaseException | None, what: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Tell the other ranks of `group` whether `what` all did ended with an error on this one; where it did on another,
-    raise FailedElsewhere. Who has failed does not wait: others may wait for its messages, and not hear it yet."""
+    raise RunFailed. Who has failed does not wait: others may wait for its messages, and not hear it yet."""
     if dist.get_world_size(group) == 1:
         return
     with suppress(RuntimeError) if error is not None else nullcontext():  # where another rank has gone, or a GPU
@@ -51,4 +51,4 @@ def told(error: BaseException | None, what: str, group: dist.ProcessGroup | None
         if error is not None:
             return
     if failed := [str(rank) for rank, vote in enumerate(votes.tolist()) if vote]:
-        raise FailedElsewhere(f"{what} failed on rank {', '.join(failed)}, where its error is")
+        raise RunFailed(f"{what} failed on rank {', '.join(failed)}, where its error is", elsewhere=True)

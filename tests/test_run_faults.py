@@ -220,6 +220,12 @@ def _naming(folder):
     return found
 
 
+def test_that_another_rank_has_failed_is_never_what_a_run_ends_with_where_that_says_why():
+    echo, error = RunFailed("step() failed on rank 1, where its error is", elsewhere=True), RunFailed("no more")
+    assert [launch._is_echo(one) for one in (echo, error)] == [True, False]
+    assert str(launch._expected(echo, 0)).startswith("rank 0 stopped, because it lost another rank (step() failed on ")
+
+
 def test_a_taken_port_ends_every_rank_with_one_sentence(tmp_path):
     (tmp_path / "schedule.json").write_text(ir.to_text(schedule(Shape((0, 1), microbatches=4), model=None)))
     root = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import printable
-from optpipe_compiler.errors import BadInput, FailedElsewhere, MissingDependency, OptPipeError, RunFailed
+from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
 from optpipe_compiler.processes import Ended, Processes
 from optpipe_torch.launch.job import (
     Job,
@@ -258,7 +258,7 @@ def _is_echo(error: BaseException) -> bool:
     """Whether an error is what a rank sees when another one has gone."""
     words = "Connection closed", "Connection reset", "Broken pipe", "Timed out", "gloo", "NCCL"
     has_lost_another = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    return has_lost_another or isinstance(error, FailedElsewhere)
+    return has_lost_another or (isinstance(error, RunFailed) and error.elsewhere)
 
 
 def _sentence(error: BaseException) -> str:

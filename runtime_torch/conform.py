@@ -141,7 +141,7 @@ def _conform(
         if nbytes > most * (1 + bytes_tolerance) + _SLACK_BYTES:
             raise BadInput(
                 f"{name} {said.format(nbytes)} for its backward, its profile says {most}: more than "
-                f"{bytes_tolerance:.0%} above; profile this model again and compile"
+                f"{bytes_tolerance:.0%} above; profile this model again on batches like these, and compile"
             )
 
 

@@ -215,6 +215,36 @@ def test_a_function_for_the_commands_may_load_weights(tmp_path):
     assert known.layer_names(model) == ["Embedding", *["DecoderLayer"] * 3, "Head"]
 
 
+def with_masks(*, named: bool) -> object:
+    """A model, and batches as tokenizers give them (or without names), behind which come labels."""
+
+    def batch(generator: torch.Generator, samples: int) -> object:
+        drawn = torch.randint(300, (samples, 7), generator=generator)
+        mask = torch.ones_like(drawn)
+        mask[:, 5:] = 0
+        inputs = {"input_ids": drawn, "attention_mask": mask}
+        return inputs if named else tuple(inputs.values()), drawn.masked_fill(mask == 0, -100)
+
+    return make("llama"), batch
+
+
+MASKED = partial(COMMAND, builder="tests.test_transformers:with_masks", dtype="fp32")
+
+
+def test_a_function_for_the_commands_may_return_batches_as_tokenizers_give_them():
+    model = MASKED(config={"named": True})
+    assert known.bundles(model)[1].parts == (((2, 7, 32), torch.float32), ((2, 7), torch.int64))
+    (drawn, mask), labels = known.batches(model, b"")(torch.Generator().manual_seed(0), 1)
+    wanted = make("llama")(input_ids=drawn, attention_mask=mask, labels=labels, use_cache=False).loss
+    layers = layers_of(make("llama"), ["input_ids", "attention_mask"])
+    torch.testing.assert_close(through(layers, drawn, mask, target=labels), wanted)
+
+
+def test_inputs_for_a_model_of_transformers_that_have_no_names_are_refused():
+    with pytest.raises(BadInput, match="returned 2 inputs for a model of transformers, expected their names, too"):
+        known.layer_count(MASKED(config={"named": False}))
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "gpt2"], ids=["kernels for bf16 alone", "a look for padding"])
 def test_models_that_the_meta_device_cannot_run_are_run_on_data(kind):
     model = COMMAND(config={"kind": kind}, dtype="fp32")

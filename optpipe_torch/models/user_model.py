@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,8 @@ class UserModel:
     Instead of layers there may be a causal language model of transformers.
 
     `batch(generator, samples)` returns `(inputs, target)`: a tensor or a tuple of tensors, and a tensor, on the CPU and
-    with `samples` entries along each first dimension. It depends on `generator` alone: every rank draws the same.
+    with `samples` entries along each first dimension. For a model of transformers that takes more than tokens the
+    inputs are a mapping, as tokenizers give it. It depends on `generator` alone: every rank draws the same.
     None: windows of text. `ties` name the parameters that layers share: `[("0.weight", "9.weight")]`.
     """
 
@@ -59,10 +61,12 @@ def load(model: Model) -> UserModel:
     if hasattr(layers, "get_output_embeddings"):
         from optpipe_torch.frameworks.transformers import layers_of
 
+        names = _names_of_inputs(model, batch)
         try:
-            layers = layers_of(layers, shifted=batch is None)
+            layers = layers_of(layers, names or ("input_ids",), shifted=batch is None)
         except BadInput as error:
             raise _refused(model, f"returned a model that cannot be cut: {error}") from error
+        batch = partial(_in_order, batch, names) if names else batch
     if not isinstance(layers, list | nn.ModuleList) or not all(callable(layer) for layer in layers):
         raise _refused(
             model, f"returned {_type(found)}, expected a list of layers, (layers, batch) or (layers, batch, ties)"
@@ -74,6 +78,29 @@ def load(model: Model) -> UserModel:
     if not isinstance(ties, list | tuple) or not all(_is_tie(tie) for tie in ties):
         raise _refused(model, f"returned the ties {ties!r}, expected lists of two names or more such as 0.weight")
     return UserModel(list(layers), batch, ties)
+
+
+def _names_of_inputs(model: Model, batch: object) -> tuple[str, ...]:
+    """Return what a batch for a model of transformers names its inputs; nothing where it is tokens alone."""
+    if not callable(batch):
+        return ()
+    found = batch(torch.Generator().manual_seed(model.seed), 1)
+    inputs = found[0] if isinstance(found, tuple) and found else None
+    if isinstance(inputs, tuple | list) and len(inputs) > 1:
+        raise _refused(
+            model,
+            f"batch(generator, 1) returned {len(inputs)} inputs for a model of transformers, expected their names, "
+            "too: {'input_ids': ..., 'attention_mask': ...}",
+        )
+    return tuple(inputs) if isinstance(inputs, Mapping) else ()
+
+
+def _in_order(
+    batch: Callable[[torch.Generator, int], Any], names: Sequence[str], generator: torch.Generator, samples: int
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Draw a batch whose inputs have names; return them in the order of these."""
+    inputs, target = batch(generator, samples)
+    return tuple(inputs[name] for name in names), target
 
 
 def _is_tie(tie: object) -> bool:

@@ -14,15 +14,9 @@ if TYPE_CHECKING:
     from optpipe_compiler.solver.variables import Variables
 
 
-def add_hint(
-    model: cp_model.CpModel,
-    v: Variables,
-    schedule: Schedule,
-    objective: str,
-    extra: dict[int, int] | None = None,
-) -> None:
-    """Hint every variable, those of absent tasks and `extra` included: only complete hints help CP-SAT."""
-    hints: dict[int, int] = {v.makespan.index: value(schedule, objective)} | (extra or {})
+def add_hint(model: cp_model.CpModel, v: Variables, schedule: Schedule, objective: str) -> None:
+    """Hint every variable, those of absent tasks included: only complete hints help CP-SAT."""
+    hints: dict[int, int] = {v.makespan.index: value(schedule, objective)}
     previous: dict[int, dict[str, int]] = {}
     aways = _aways(schedule, v)
     for s, m in sorted(v.activations, key=lambda one: (one[0], schedule.problem.back(one[1]))):

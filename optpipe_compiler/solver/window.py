@@ -56,7 +56,8 @@ class WindowModel:
         else:
             self._bound_makespan()
         model.minimize(self.variables.makespan)
-        hint.add_hint(model, self.variables, schedule, objective, extra={self.gain.index: 0})
+        model.add_hint(self.gain, 0)
+        hint.add_hint(model, self.variables, schedule, objective)
 
     def _runs(self, task: Task) -> bool:
         """Whether a task, or what its copies take from compute, runs in the window."""

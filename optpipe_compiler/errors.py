@@ -32,7 +32,7 @@ class Infeasible(OptPipeError):
     def __init__(self, text: str, least_mem_bytes: int | None = None) -> None:
         super().__init__(text)
         self.least_mem_bytes = least_mem_bytes
-        """The smallest cap that would do; None where it is not known."""
+        """The cap that the text names, which would do; None where none is known."""
 
 
 class NotFound(OptPipeError):

@@ -468,9 +468,10 @@ def test_a_command_that_fails_with_json_prints_the_error_as_its_object(run, comm
 def test_every_kind_of_failure_is_an_object_where_json_is_asked_for(run, monkeypatch):
     Path("pyproject.toml").write_text("[tool.optpipe.bounds]\njson = true\n")
     assert refused_in_json(run("bounds", "none.json", "--mem", "1GB"), 2)["message"].startswith("none.json: cannot be")
-    error = refused_in_json(run("compile", "--mem", "0.5GB", "--no-offload", "--json", *FAST), 3)
-    assert error["least_mem_bytes"] > GB / 2
-    assert str(error["least_mem_bytes"]) in error["message"]
+    for asked in (("--no-offload",), ("--method", "gpipe")):
+        error = refused_in_json(run("compile", "--mem", "0.5GB", *asked, "--json", *FAST), 3)
+        assert error["least_mem_bytes"] > GB / 2
+        assert str(error["least_mem_bytes"]) in error["message"]
 
     def fail(error: BaseException) -> Outcome:
         def failing(*arguments: object) -> None:

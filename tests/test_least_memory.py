@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.model import bounds
@@ -19,7 +21,7 @@ from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.least_memory import LeastMemory
 from optpipe_compiler.published import earliest, published
 from optpipe_compiler.solver import minimum
-from tests.instances import problem, quick
+from tests.instances import problem, quick, uniform
 
 LIMIT, SOLVE = 20, 6
 """Of a clock that ticks with each look at what the search has found, and with each solve by so much."""
@@ -164,3 +166,16 @@ def test_one_microbatch_at_a_time_never_takes_the_place_of_something_better():
     budget = Budget(Limits("makespan", LIMIT, 0, 1, reproducible=False), 0, begin=time.monotonic())
     LeastMemory(incumbents, Caps(100, None), budget).find()
     assert attempt.best is best
+
+
+def test_a_schedule_that_fits_by_waiting_names_a_cap_that_is_enough_for_that():
+    """As it is defined it needs the activations of all layers at one time, 1 GB."""
+    profile = uniform(1, 3, boundary_fraction=0.05, d2h_ms=9.0, h2d_ms=9.0)
+    options = Options(mem_bytes=250_000_000, microbatches=1, method="1f1b-offload")
+    with pytest.raises(Infeasible, match="raise --mem to") as refused:
+        compile_schedule(profile, options)
+    enough = refused.value.least_mem_bytes
+    assert enough < 10**9 / 2
+    found = compile_schedule(profile, replace(options, mem_bytes=enough)).schedule
+    assert found.forecast.method == "1f1b-offload-waiting"
+    assert max(device.peak_bytes for device in found.devices) <= enough

@@ -33,6 +33,10 @@ FILLED = 0.5
 the fewer are run in full. With it the best is run in full in all seven cases."""
 
 
+EXACT_ENOUGH = 0.001
+"""Share of the least cap of a schedule by which the one that a refusal names may be larger."""
+
+
 @dataclass(frozen=True)
 class Tried:
     """A published schedule on one placement: how long it takes and what it needs, or why that is not known."""
@@ -74,10 +78,9 @@ class Candidates:
         the most promising first.
         """
         promising: list[_Promise] = []
-        searched = sorted(self.incumbents.numbered(), key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
         pairs = [
             (attempt, name)
-            for attempt in [*searched, *(one for one in self.incumbents.longer if one.layout.order is None)]
+            for attempt in self._searched()
             for name in (METHODS if names is None else names)
             if self._is_for(name, attempt) and not attempt.is_partial
         ]
@@ -110,9 +113,11 @@ class Candidates:
         needs = [one.need for one in tried if one.need is not None]
         least = min((need.peak_bytes for need in needs if need.on_hosts), default=None)
         if least is not None:
+            least = self._least_waiting(name, cap_bytes, least)
             raise Infeasible(
                 f"{name} does not fit --mem {show_bytes(cap_bytes)}: it needs {least} bytes "
-                f"({show_bytes(least)}) on its fullest device; raise --mem to {exact_cap(least)}"
+                f"({show_bytes(least)}) on its fullest device; raise --mem to {exact_cap(least)}",
+                least,
             )
         if needs:
             raise Infeasible(f"{name} does not fit: its offloads need more host memory; raise --host-mem")
@@ -121,6 +126,22 @@ class Candidates:
         if not any((attempt.problem.slices > 1) == is_cut for attempt in self.incumbents.all):
             reasons = [f"is for microbatches {'' if is_cut else 'not '}cut into slices, expected another --slices"]
         raise BadInput(f"--method {name}: {'; '.join(reasons) or METHODS[name].not_searched}")
+
+    def _least_waiting(self, name: str, cap_bytes: int, enough: int) -> int:
+        """Return a cap of at most `enough` bytes, what the schedule needs as it is defined, under which it fits where
+        its ops wait for memory: the least, but for a share of `EXACT_ENOUGH`."""
+        for attempt in self._searched():
+            if not self._is_for(name, attempt) or attempt.is_partial or _is_large(attempt.problem):
+                continue
+            with suppress(NotDefined, Stuck):
+                timed, low = earliest(published(attempt.problem, name)), cap_bytes
+                while enough - low > EXACT_ENOUGH * enough:
+                    middle = (low + enough) // 2
+                    if _fits_waiting(attempt, timed, middle - cap_bytes):
+                        enough = middle
+                    else:
+                        low = middle
+        return enough
 
     def baselines(self) -> dict[str, ir.Baseline]:
         """Return papers, stock and compositions to compare with: each at its best that fits, over its placements.
@@ -152,6 +173,11 @@ class Candidates:
     def _remember(self, attempt: Attempt, name: str, outcome: list[Tried]) -> None:
         if METHODS[name].is_selective or not attempt.layout.selective:
             self.tried.setdefault(name, []).extend(outcome)
+
+    def _searched(self) -> list[Attempt]:
+        """Return the placements on which published schedules are tried."""
+        searched = sorted(self.incumbents.numbered(), key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
+        return [*searched, *(one for one in self.incumbents.longer if one.layout.order is None)]
 
     def _is_for(self, name: str, attempt: Attempt) -> bool:
         """Whether the schedule is worth trying there: the selective ones where all layers are that can."""
@@ -230,6 +256,18 @@ def _is_large(problem: Problem) -> bool:
     are more than show how a schedule goes on."""
     is_uniform = problem.slicing is None or len(problem.slicing.cuts) == 1
     return problem.tasks >= SCREENED and is_uniform and problem.whole > 2 * problem.devices
+
+
+def _fits_waiting(attempt: Attempt, timed: Schedule, more: int) -> bool:
+    """Whether the orders of a schedule fit with so many bytes more on every device, each op waiting for its memory."""
+    caps = [size + more for size in attempt.problem.budget]
+    try:
+        waiting = machine.orders.retime(timed, replace(attempt.problem, budget=tuple(caps)))
+    except Stuck:
+        return False
+    peaks, host_peaks = attempt.peaks(waiting)
+    fits = all(peak <= always + cap for peak, always, cap in zip(peaks, attempt.fixed, caps, strict=True))
+    return fits and attempt.problem.fits_hosts(host_peaks)
 
 
 def _first(problem: Problem, name: str) -> Schedule:

@@ -82,7 +82,8 @@ class BoundRow:
     lower_bound_ns: int
     argument: str
     least_mem_bytes: int
-    """What every schedule needs on some device: what that always holds, and one activation."""
+    """Where it is more than `mem_bytes` nothing fits, and this is what `compile` names in its refusal. Else what every
+    schedule needs on some device: what that always holds, and one activation."""
 
 
 class Plan:
@@ -323,7 +324,7 @@ def bounds(
     for one in [mem] if isinstance(mem, Integral | str) else mem:
         cap = size(one, "mem")
         given = compiler.Options(mem_bytes=cap, microbatches=microbatches, devices=devices, **more)
-        rows.append(BoundRow(cap, *compiler.lower_bound(costs, given)))
+        rows.append(BoundRow(cap, *compiler.bounded(costs, given)))
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from optpipe_compiler import machine
 from optpipe_compiler.costs.noise import COST_OF, op_spreads
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import uncollected
-from optpipe_compiler.errors import NotFound
+from optpipe_compiler.errors import Infeasible, MissingDependency, NotFound
 from optpipe_compiler.forecast.choice import Choice
 from optpipe_compiler.forecast.executions import Quantiles, Spreads, quantiles
 from optpipe_compiler.lower import Certificate, lower, promised
@@ -55,6 +55,7 @@ __all__ = [
     "Progress",
     "Result",
     "Settled",
+    "bounded",
     "compile_schedule",
     "in_time",
     "instances",
@@ -133,6 +134,39 @@ def compile_schedule(
     machine.require()
     with uncollected():
         return _Compilation(profile, settled(profile, options), on_progress, begin or time.monotonic()).run()
+
+
+def bounded(profile: Profile, options: Options) -> Least:
+    """Return `lower_bound`, and where `compile` proves that nothing fits, the least memory that its refusal names.
+
+    One microbatch is looked at alone: more of them need no more. With slices there is no proof; nor is there one where
+    ortools is missing and has to be asked.
+    """
+    least, chosen = lower_bound(profile, options), settled(profile, options)
+    if chosen.slices != 1 or chosen.lengths is not None:
+        return least
+    caps = Caps(chosen.mem_bytes, chosen.host_mem_bytes)
+    attempts = [
+        Attempt(
+            one,
+            replace(problem, microbatches=1),
+            bounds.Bound(least.argument, 0),
+            fixed=tuple(static_bytes(profile, one)),
+            lowered=partial(promised, profile=profile, layout=one),
+        )
+        for one, problem in instances(profile, chosen)
+    ]
+    found = Incumbents(attempts, chosen.objective, lambda phase: None)
+    no_time = replace(chosen.limits, time_limit_s=0.0, reproducible=False)
+    memory = LeastMemory(found, caps, Budget(no_time, 1, time.monotonic()))
+    try:
+        memory.find()
+        memory.refuse()
+    except Infeasible as error:
+        return least if error.least_mem_bytes is None else least._replace(mem_bytes=error.least_mem_bytes)
+    except MissingDependency:
+        return least
+    return least
 
 
 GRACE_S = 1.0

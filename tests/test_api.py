@@ -171,6 +171,22 @@ def test_bounds_say_below_which_memory_nothing_fits(units):
         optpipe.compile(costs, mem=row.least_mem_bytes - 1, **QUICK, **units)
 
 
+def test_bounds_say_that_nothing_fits_where_one_activation_would():
+    """A backward needs more than the activation: between the two caps only the proof of `compile` knows."""
+    costs = optpipe.uniform_profile(devices=2, layers_per_device=2)
+    names = ("backward_transient_bytes", "backward_input_transient_bytes", "backward_weight_transient_bytes")
+    needs = dict.fromkeys(names, 300_000_000)
+    layers = [msgspec.structs.replace(one, **needs) for one in costs.layers]
+    costs = msgspec.structs.replace(costs, layers=layers)
+    with pytest.raises(optpipe.Infeasible) as refused:
+        optpipe.compile(costs, mem="600MB", **QUICK)
+    low, high = optpipe.bounds(costs, ["600MB", refused.value.least_mem_bytes], microbatches=4)
+    assert low.least_mem_bytes == refused.value.least_mem_bytes > low.mem_bytes
+    assert high.least_mem_bytes <= high.mem_bytes
+    found = optpipe.compile(costs, mem=low.least_mem_bytes, **QUICK)
+    assert found.peak_bytes == low.least_mem_bytes
+
+
 def test_a_plan_explains_itself(plan):
     found = plan.explain(time_limit=0)
     assert str(found).startswith("A step takes ")

@@ -181,7 +181,7 @@ def bounds(profile_path: Path, mems: str, as_json: bool, **options: Any) -> None
     rows: list[tuple[int, Least]] = []
     for text in mems.split(","):
         chosen = compiler.settled(costs, compiler.Options(mem_bytes=parse_cap(text, "--mem"), **options))
-        rows.append((chosen.mem_bytes, compiler.lower_bound(costs, chosen)))
+        rows.append((chosen.mem_bytes, compiler.bounded(costs, chosen)))
     taken = _taken_for_granted(costs, chosen, asked=options["microbatches"] is not None)
     if as_json:
         found = [

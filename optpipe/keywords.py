@@ -23,8 +23,8 @@ class UniformKeywords(TypedDict, total=False):
     devices: int
     layers_per_device: int
     forward_ms: float
-    backward_input_ms: float
-    backward_weight_ms: float
+    backward_input_ms: float | None
+    backward_weight_ms: float | None
     recompute_ms: float | None
     p2p_ms: float
     activation_gb: float

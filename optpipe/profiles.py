@@ -28,9 +28,9 @@ def write_profile(profile: Profile, path: PathLike) -> None:
 def uniform_profile(**options: Unpack[UniformKeywords]) -> Profile:
     """Return a profile of equal layers from a few numbers, as `optpipe profile uniform` makes it.
 
-    Times are in ms and sizes in GB (10^9 bytes), for one device's share of one microbatch; the defaults are the unit
-    costs of the zero-bubble papers (forward, input and weight gradient 1 ms each). Raises BadInput for a value that
-    cannot be meant.
+    Times are in ms and sizes in GB (10^9 bytes), for one device's share of one microbatch; the default is a
+    forward of 1 ms, and input and weight gradient take as long as the forward, as in the zero-bubble papers. Raises
+    BadInput for a value that cannot be meant.
     """
     return _uniform_profile(UniformOptions(**known(options, UniformOptions, UniformKeywords)))
 

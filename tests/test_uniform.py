@@ -74,6 +74,11 @@ def test_decimals_are_taken_as_written():
     assert (layer.forward_ns, layer.saved_bytes) == (290_000, 570_000_000)
 
 
+def test_a_gradient_takes_as_long_as_the_forward_unless_it_is_said():
+    layer = uniform_profile(UniformOptions(layers_per_device=1, forward_ms=30, backward_weight_ms=20)).layers[0]
+    assert (layer.backward_input_ns, layer.backward_weight_ns) == (30_000_000, 20_000_000)
+
+
 @pytest.mark.parametrize(
     ("activation_gb", "d2h_ms"), [(1.0, 1.0), (1.6, 0.07), (0.333, 33.3), (80.0, 333.3), (7e-6, 0.07), (0.02, 1.5)]
 )

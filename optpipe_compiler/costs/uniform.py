@@ -35,16 +35,17 @@ Triple = tuple[float, float, float]
 class UniformOptions:
     """What `optpipe profile uniform` asks for; the defaults are the unit costs of the zero-bubble papers (F = I = W).
 
-    Times are in ms and sizes in GB (10^9 bytes), for one device's whole share of one microbatch. `recompute_ms` None
-    means the forward time. `embedding_ms` and `head_ms` add first and last layers that hold no activation: as many as
-    they have parts, equal ones, which share the given times.
+    Times are in ms and sizes in GB (10^9 bytes), for one device's whole share of one microbatch. None of
+    `backward_input_ms`, `backward_weight_ms` and `recompute_ms` means the forward time. `embedding_ms` and `head_ms`
+    add first and last layers that hold no activation: as many as they have parts, equal ones, which share the given
+    times.
     """
 
     devices: int = 4
     layers_per_device: int = 4
     forward_ms: float = 1.0
-    backward_input_ms: float = 1.0
-    backward_weight_ms: float = 1.0
+    backward_input_ms: float | None = None
+    backward_weight_ms: float | None = None
     recompute_ms: float | None = None
     p2p_ms: float = 0.05
     activation_gb: float = 1.0
@@ -77,6 +78,12 @@ class UniformOptions:
     """Share of the activation that later slices read: keys and values."""
     slice_overhead_ms: float = 0.0
     """Added to the forward, the input gradient and the weight gradient of every slice."""
+
+    def halves_ms(self) -> tuple[float, float]:
+        """Return the times of input and weight gradient."""
+        given = self.backward_input_ms, self.backward_weight_ms
+        first, second = (self.forward_ms if one is None else one for one in given)
+        return first, second
 
 
 def parse_triple(text: str, option: str) -> Triple:
@@ -150,12 +157,13 @@ def _block(options: UniformOptions) -> Layer:
     def share_bytes(gb: float, fraction: float = 1.0) -> int:
         return _nearest(_exact(gb) * _exact(fraction) * BYTES_PER_GB / options.layers_per_device)
 
+    backward_input_ms, backward_weight_ms = options.halves_ms()
     return Layer(
         name="layer",
         count=options.devices * options.layers_per_device,
         forward_ns=share_ns(options.forward_ms),
-        backward_input_ns=share_ns(options.backward_input_ms),
-        backward_weight_ns=share_ns(options.backward_weight_ms),
+        backward_input_ns=share_ns(backward_input_ms),
+        backward_weight_ns=share_ns(backward_weight_ms),
         recompute_ns=None if options.recompute_ms is None else share_ns(options.recompute_ms),
         saved_bytes=share_bytes(options.activation_gb),
         residue_bytes=share_bytes(options.activation_gb, options.residue_fraction),
@@ -171,7 +179,7 @@ def _sliceable(options: UniformOptions) -> Sliceable:
     overhead = _nearest(_exact(options.slice_overhead_ms) * NS_PER_MS / count)
     return Sliceable(
         forward_attention_ns=math.floor(_exact(options.forward_ms) * share * NS_PER_MS / count),
-        backward_input_attention_ns=math.floor(_exact(options.backward_input_ms) * share * NS_PER_MS / count),
+        backward_input_attention_ns=math.floor(_exact(options.halves_ms()[0]) * share * NS_PER_MS / count),
         forward_overhead_ns=overhead,
         backward_input_overhead_ns=overhead,
         backward_weight_overhead_ns=overhead,
@@ -292,13 +300,13 @@ def _check_slices(options: UniformOptions) -> None:
 
 def _times(options: UniformOptions) -> list[tuple[str, float]]:
     """Return the times that may be 0, with the option that set each."""
-    times = [
+    given = [
         ("--backward-input-ms", options.backward_input_ms),
         ("--backward-weight-ms", options.backward_weight_ms),
+        ("--recompute-ms", options.recompute_ms),
         ("--p2p-ms", options.p2p_ms),
     ]
-    if options.recompute_ms is not None:
-        times.append(("--recompute-ms", options.recompute_ms))
+    times = [(option, value) for option, value in given if value is not None]
     for option, triple in (("--embedding-ms", options.embedding_ms), ("--head-ms", options.head_ms)):
         times.extend((option, value) for value in triple or ())
     return times

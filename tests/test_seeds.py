@@ -157,7 +157,7 @@ def test_the_search_starts_from_the_seed():
             search.take(0.05)
         assert search.error is None
         screened = search._screen(0, "start 0")
-    assert screened.value <= timed.makespan
+    assert screened.best.value <= timed.makespan
 
 
 def test_what_no_instance_can_take_over_is_said(best):

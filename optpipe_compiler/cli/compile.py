@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     "--time-limit",
     type=float,
     metavar="SECONDS",
-    help="To search and to write. A published schedule that beats the plan may take longer to write.  "
+    help="To search and to write. What comes before the search (bounds of all placements) and the known schedules, "
+    "all of which are tried, may take longer, and so may writing one that beats the plan.  "
     "[default: 60 up to 8 devices, 180 up to 32, 270 above]",
 )
 @units_options

@@ -219,7 +219,7 @@ def test_a_layer_that_says_wrongly_that_it_can_be_sliced_is_refused(kind, index,
     model = Model(builder=builder, config={"kind": kind}, microbatch_size=2, sequence_length=16, seed=0)
     benches = Benches(model, text.default_text())
     with pytest.raises(BadInput, match=sentence) if sentence else nullcontext():
-        _hold_against_whole(benches, index, sliced_bench(benches, index))
+        _hold_against_whole(benches, index)
 
 
 def test_estimates_count_slices():
@@ -256,3 +256,25 @@ def test_what_a_short_slice_needs_says_what_every_slice_does(name, count):
         for op, needs in _excesses(timer, cut, sizes, sizes.sliced.carry).items():
             fixed, whole = sizes.sliced.fixed[op], sizes.transient[op]
             assert needs[0] <= fixed + (whole - fixed) / count + 1, (index, op)
+        for slice in range(count):
+            cut.forward(slice)
+            assert cut.bench.stage.saved_bytes(slice) * count <= sizes.saved
+        for slice in reversed(range(count)):
+            cut.backward_input(slice)
+            captured = cut.bench.stage.captured_bytes(slice)
+            assert captured * count <= sizes.captured
+            assert (captured + cut.bench.stage.saved_bytes(slice)) * count <= sizes.residue
+
+
+def test_layers_that_keep_functions_of_their_weights_for_each_slice_are_not_said_to_be_sliceable():
+    """A profile has no bytes of theirs that do not shrink, and a whole microbatch is charged for what it saves."""
+    model = Model(builder="tests.user_layers:normed", config={}, microbatch_size=2, sequence_length=64)
+    benches, timer = Benches(model, text.default_text()), Timer()
+    sizes = layer_bytes(benches, 1)
+    sizes.own_transient = transient_bytes(timer, benches, 1, 2, [sizes])
+    sizes.transient = dict(sizes.own_transient)
+    before = replace(sizes)
+    assert sliced_bench(benches, 1) is not None
+    slice_bytes(timer, benches, 1, sizes)
+    assert sizes == before
+    assert sizes.sliced is None

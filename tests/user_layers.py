@@ -85,6 +85,25 @@ def unlike(width: int = 32) -> list[nn.Module]:
     return [nn.Embedding(256, width), *inner, Mixer(width, width), Scorer(width)]
 
 
+class Normed(nn.Module):
+    """Keeps what it makes of its weights for each slice."""
+
+    sliceable = True
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape."""
+        return x + torch.relu(self.out(x))
+
+
+def normed(width: int = 32) -> list[nn.Module]:
+    """Return two layers with weight norm."""
+    return [nn.Embedding(256, width), Normed(width), Normed(width), Scorer(width)]
+
+
 # -- steps that wait
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,12 +112,13 @@ def slice_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes) -
     """Measure what slices of a layer keep into `sizes`, and need while an op runs; nothing where it cannot be sliced.
 
     Not all that a layer keeps grows with its tokens; its bytes become such that those of a slice, scaled, are enough.
+    Where they would be more than twice what the whole saves, it is not said to be one that can be sliced: each slice
+    has functions of weights, as of weight norm, which a profile cannot tell from activations.
     """
-    sliced = sliced_bench(benches, index)
-    if sliced is None:
+    kept = _kept_in_cuts(benches, index)
+    if kept is None or kept.saved > 2 * (sizes.saved - sizes.more_saved):
         return
-    _hold_against_whole(benches, index, sliced)
-    kept = _kept_bytes(sliced)
+    _hold_against_whole(benches, index)
     sizes.saved = max(sizes.saved, kept.saved + sizes.more_saved)
     sizes.captured = max(sizes.captured, kept.captured)
     sizes.residue = min(max(sizes.residue, kept.residue), sizes.saved + sizes.captured)
@@ -127,9 +128,11 @@ def slice_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes) -
         _selective_bytes(timer, benches, index, sizes, sizes.sliced, sizes.selective)
 
 
-def _hold_against_whole(benches: Benches, index: int, sliced: SlicedBench) -> None:
+def _hold_against_whole(benches: Benches, index: int) -> None:
     """Raise BadInput where slices of a layer have another result, or pass another gradient back, than the microbatch in
     one piece: it said that it can be sliced. Nothing is said of layers that draw random numbers."""
+    sliced = sliced_bench(benches, index)
+    assert sliced is not None
     bench, stage, slices = sliced.bench, sliced.bench.stage, range(len(sliced.spans))
     sources = [*random_state.everywhere(stage.device), *random_state.owned(stage.layers[0].modules())]
     before = random_state.now(sources)
@@ -184,6 +187,16 @@ class _KeptBytes:
     carry: int
 
 
+def _kept_in_cuts(benches: Benches, index: int, *, selective: bool = False) -> _KeptBytes | None:
+    """Return what is enough for the slices of all cuts that are measured, few tokens included; None where there are no
+    slices."""
+    if sliced_bench(benches, index, selective=selective) is None:
+        return None
+    cut = (sliced_bench(benches, index, spans, selective=selective) for spans in _cuts(benches.model.sequence_length))
+    every = [astuple(_kept_bytes(one)) for one in cut if one is not None]
+    return _KeptBytes(*map(max, zip(*every, strict=True)))
+
+
 def _kept_bytes(sliced: SlicedBench) -> _KeptBytes:
     """Run F, I and W of all slices, and measure what each keeps between them."""
     stage, slices = sliced.bench.stage, range(len(sliced.spans))
@@ -211,9 +224,8 @@ def _selective_bytes(
     timer: Timer, benches: Benches, index: int, sizes: LayerBytes, into: SlicedBytes, light: SelectiveBytes
 ) -> None:
     """Measure what slices keep, and need in their backward, of a layer with selective recompute, into `light`."""
-    sliced = sliced_bench(benches, index, selective=True)
-    assert sliced is not None
-    kept = _kept_bytes(sliced)
+    kept = _kept_in_cuts(benches, index, selective=True)
+    assert kept is not None
     light.saved = min(max(light.saved, kept.saved + sizes.more_saved), sizes.saved)
     light.captured = max(light.captured, kept.captured_and_made)
     chosen = replace(sizes, saved=light.saved, captured=light.captured)

@@ -155,6 +155,22 @@ def test_blocks_are_not_charged_for_the_heads_logits():
     assert max(found["block"].transient.values()) < logits / 8
 
 
+def test_a_backward_of_what_was_recomputed_needs_no_more_than_is_measured():
+    """It frees a result that the layer saves, such as that of a tanh, later than a backward of what was kept."""
+    model = Model(builder="tests.user_layers:unlike", config={}, microbatch_size=2, sequence_length=16)
+    benches, index = measure_layers.Benches(model, text.default_text()), 5
+    sizes = measure_layers.layer_bytes(benches, index)
+    found = measure_layers.transient_bytes(Timer(), benches, index, index + 1, [sizes])
+    bench = benches.stage(index, index + 1)
+    ops = {
+        "forward": lambda: bench.forward(0, recomputed=True),
+        "recompute": lambda: bench.stage.recompute(0, bench.whole),
+        "backward": lambda: bench.stage.backward(0, bench.gradient),
+    }
+    peaks = Timer().peaks(ops)
+    assert peaks["backward"] - bench.x.nbytes <= found["backward"]
+
+
 def test_the_peak_counts_what_an_op_frees_before_its_end():
     def op() -> Any:
         torch.empty(1000, dtype=torch.uint8)

@@ -349,6 +349,7 @@ def transient_bytes(
 
     The allocator's own counts are taken (`Timer.peaks`); `layers` are the bytes of the stage's layers. Stages of
     several layers show the gradients and outputs between layers, too, which no other line of the table counts.
+    Backwards of what was recomputed are measured, too: they free some of it later.
     """
     bench = benches.stage(first, end, selective=selective)
     incoming = 0 if bench.stage.is_first else bench.x.nbytes
@@ -363,8 +364,15 @@ def transient_bytes(
             "backward": lambda: bench.stage.backward(1, bench.gradient),
             "third forward": lambda: bench.forward(2, recomputed=True),
             "recompute": lambda: bench.stage.recompute(2, bench.whole),
+            "backward of recomputed": lambda: bench.stage.backward(2, bench.gradient),
+            "fourth forward": lambda: bench.forward(3, recomputed=True),
+            "second recompute": lambda: bench.stage.recompute(3, bench.whole),
+            "backward_input of recomputed": lambda: bench.stage.backward_input(3, bench.gradient),
+            "backward_weight of recomputed": lambda: bench.stage.backward_weight(3),
         }
     )
+    for op in ("backward", "backward_input", "backward_weight"):
+        peak[op] = max(peak[op], peak[f"{op} of recomputed"])
     return {
         "forward": max(
             0, peak["forward"] - saved - layers[-1].output, peak["recompute"] - saved + layers[0].checkpoint

@@ -63,7 +63,8 @@ class InThisProcess(Commands):
         words = list(map(str, command))
         if tuple(words[:3]) == OPTPIPE:
             ended = CliRunner().invoke(cli, words[3:])
-            assert ended.exit_code == 0, ended.output
+            if ended.exit_code:
+                raise Failed(f"{' '.join(words[2:4])}: exit code {ended.exit_code}: {ended.output}")
             return ended.stdout
         module = importlib.import_module(words[2])
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:

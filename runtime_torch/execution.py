@@ -615,12 +615,13 @@ class StageExecution:
         assert start is not None
         root = self._root(run, gradient)
         found, run.rest = split.backward_input(run.output, root, start, run.store.keep_results)
+        read = list(run.rest.take_finished())  # while the graph is there: without it torch 2.11 does not say
         run.output = run.target = None
         if run.entry is not None:
             run.entry_gradient = found
         self._hold_captured(run)
         self._separate([*run.captured, *(one.untyped_storage() for one in (root, found) if one is not None)])
-        run.store.finish(run.rest.take_finished())
+        run.store.finish(read)
         return None if self.is_first else found
 
     @contextmanager

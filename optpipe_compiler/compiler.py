@@ -31,6 +31,7 @@ from optpipe_compiler.plan.instances import (
     in_time,
     instances,
     layouts,
+    least_of,
     link_share,
     lower_bound,
     too_long,
@@ -142,7 +143,9 @@ def bounded(profile: Profile, options: Options) -> Least:
     One microbatch is looked at alone: more of them need no more. With slices there is no proof; nor is there one where
     ortools is missing and has to be asked.
     """
-    least, chosen = lower_bound(profile, options), settled(profile, options)
+    chosen = settled(profile, options)
+    every = instances(profile, chosen)
+    least = least_of(profile, every, chosen.objective)
     if chosen.slices != 1 or chosen.lengths is not None:
         return least
     caps = Caps(chosen.mem_bytes, chosen.host_mem_bytes)
@@ -154,7 +157,7 @@ def bounded(profile: Profile, options: Options) -> Least:
             fixed=tuple(static_bytes(profile, one)),
             lowered=partial(promised, profile=profile, layout=one),
         )
-        for one, problem in instances(profile, chosen)
+        for one, problem in every
     ]
     found = Incumbents(attempts, chosen.objective, lambda phase: None)
     no_time = replace(chosen.limits, time_limit_s=0.0, reproducible=False)

@@ -462,7 +462,8 @@ class StageExecution:
                     run.store.drop(*ends[index + 1], kept, tensors_in(flow))
                 if self.is_first and run.entry is None:
                     flow = self._enter(run, index, flow)
-                run.store.pass_on(tensors_in(flow))
+                if ends:
+                    run.store.pass_on(tensors_in(flow))
         assert isinstance(flow, Tensor)
         if self.is_last and run.part is not None and not self._carries[-1]:
             flow = flow * run.part.share  # of the mean over the slice's tokens

@@ -239,8 +239,12 @@ class Least(NamedTuple):
 def lower_bound(profile: Profile, options: Options) -> Least:
     """Return what no schedule of any searched placement can beat, without solving."""
     chosen = settled(profile, options)
-    found = instances(profile, chosen)
-    lowest = bounds.lowest([problem for _, problem in found], chosen.objective)
+    return least_of(profile, instances(profile, chosen), chosen.objective)
+
+
+def least_of(profile: Profile, found: Sequence[tuple[Layout, Problem]], objective: str) -> Least:
+    """Return what no schedule of any of these placements can beat, without solving."""
+    lowest = bounds.lowest([problem for _, problem in found], objective)
     needed = min(least_bytes(problem, static_bytes(profile, one)) for one, problem in found)
     return Least(lowest.ticks, lowest.name, needed)
 

@@ -114,6 +114,12 @@ class Result:
         """The schedule itself."""
         return self.checked.schedule
 
+    @property
+    def left_ns(self) -> int | None:
+        """The forecast of a shorter plan that was left since it is late more often under noise; None: there is none."""
+        least = min((one.schedule.forecast.makespan_ns for one in self.considered), default=None)
+        return None if least == self.schedule.forecast.makespan_ns else least
+
     def uninterrupted(self) -> Result:
         """Return this; raise KeyboardInterrupt where Ctrl-C has ended the search: for those that plan several times."""
         if self.interrupted:

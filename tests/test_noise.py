@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from optpipe_compiler import compiler
 from optpipe_compiler.costs.noise import BOUND, IQR_PER_SIGMA, op_spreads
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Quantity
+from optpipe_compiler.documents.units import show_ns
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast import choice
 from optpipe_compiler.forecast.choice import CHANCE, CHOOSES, Choice, is_late_less_often
@@ -106,6 +108,16 @@ def test_compile_prints_the_quantiles_of_a_noisy_profile(run):  # noqa: F811
     assert more["p95_ns"] > found["p95_ns"]
     assert "with the noise of ops: " in run("compile", "--mem", "2GB", *FAST).out
     assert run("compile", "--mem", "2GB", "--noise", "7", *FAST).code == 2
+
+
+def test_compile_says_which_forecast_was_left(run, monkeypatch):  # noqa: F811
+    best, other = quick(COSTS, GB), quick(COSTS, GB, method="1f1b-recompute")
+    both = best.checked, other.checked
+    assert replace(best, considered=both).left_ns is None
+    least = replace(other, considered=both).left_ns
+    assert least == best.schedule.forecast.makespan_ns < other.schedule.forecast.makespan_ns
+    monkeypatch.setattr(compiler.Result, "left_ns", least)
+    assert f"a plan of {show_ns(least)} was left for this one" in run("compile", "--mem", "2GB", *FAST).out
 
 
 def test_noise_must_be_a_share():

@@ -139,6 +139,9 @@ def compile_command(
             f"with the noise of ops: {show_ns(noisy.p50_ns)} in half of the steps, {show_ns(noisy.p95_ns)} in 95%",
             err=is_stdout(output),
         )
+    if result.left_ns is not None:
+        left = f"a plan of {show_ns(result.left_ns)} was left for this one, which is late less often under that noise"
+        say(left, err=is_stdout(output))
     if result.interrupted:
         note("interrupted: this is the best schedule so far")
     click.echo(err=is_stdout(output))

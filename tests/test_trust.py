@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,14 @@ def test_what_a_module_of_the_project_has_imported_from_elsewhere_is_refused(pro
 def test_what_is_no_function_of_any_module_is_refused(project):
     with pytest.raises(BadInput, match="importable"):
         import_function("mine:pathlib")
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_what_is_not_found_says_where_it_was_looked_for(project, is_named):
+    if is_named:
+        user_functions.allow("nowhere:model")
+    with pytest.raises(BadInput, match=re.escape(f"No module named 'nowhere' below {project}, the current folder")):
+        import_function("nowhere:model")
 
 
 @pytest.mark.parametrize("builder", ["installed:theirs", "link:model", "mine:theirs"])

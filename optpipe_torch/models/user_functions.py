@@ -47,7 +47,7 @@ def refuse_foreign(builder: str, source: str = "") -> None:
     try:
         reason = _why_foreign(module)
     except ModuleNotFoundError as error:
-        raise BadInput(f"{_expected(builder, source)}: {error}") from error
+        raise _not_found(builder, source, error) from error
     if reason is not None:
         raise _refused(builder, source, reason)
 
@@ -62,6 +62,8 @@ def import_function(builder: str) -> Any:
         function: Any = getattr(importlib.import_module(module_name), name)
         home = str(getattr(function, "__module__", None))
         reason = None if builder in _allowed else _why_foreign(home)
+    except ModuleNotFoundError as error:
+        raise _not_found(builder, "", error) from error
     except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(f"{_expected(builder, '')}: {error}") from error
     if reason is not None:
@@ -81,6 +83,10 @@ def _parts(builder: str, source: str) -> tuple[str, str]:
 def _expected(builder: str, source: str) -> str:
     own = " or ".join(map(repr, OWN))
     return f"{source}$.model.builder is {builder!r}, expected {own}, or an importable package.module:function"
+
+
+def _not_found(builder: str, source: str, error: ModuleNotFoundError) -> BadInput:
+    return BadInput(f"{_expected(builder, source)}: {error} below {Path.cwd()}, the current folder, or installed")
 
 
 def _refused(builder: str, source: str, reason: str) -> BadInput:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.lower.graph import Graph
+from optpipe_compiler.lower.graph import NONE, Graph
 from optpipe_compiler.lower.waits import Waits, planned_peaks
 from optpipe_compiler.model.schedule import Stuck
 from tests import every_wait
@@ -24,10 +24,24 @@ if TYPE_CHECKING:
 MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+def planned(graph: Graph) -> list[int]:
+    """Return all nodes, each as soon as all that it needs is there, of these the first by start, end and chain."""
+    nodes = graph.nodes
+    needs = {n: {int(one) for one in (*graph.before[n], graph.data[n]) if one != NONE} for n in range(len(nodes.start))}
+    keys = list(zip(nodes.start.tolist(), nodes.end.tolist(), graph.chain.tolist(), graph.position, strict=True))
+    found: list[int] = []
+    while needs:
+        best = min((node for node, several in needs.items() if needs.keys().isdisjoint(several)), key=keys.__getitem__)
+        found.append(best)
+        del needs[best]
+    return found
+
+
 def agrees(timed: Schedule, room: int) -> int:
     """Say that both find the same, with so many bytes above the planned peaks; return how many nodes wait."""
     graph = Graph(timed)
     order = graph.order()
+    assert order.tolist() == planned(graph)
     peaks = [(peak + room, host + room) for peak, host in planned_peaks(graph, order)]
     expected = every_wait.Waits(graph, order, peaks)
     expected.add()

@@ -144,23 +144,28 @@ class Graph:
         rank = _inverse(by_time)
         needed = np.concatenate([self.before, self.data[:, None]], axis=1)
         later, column = np.nonzero(needed != NONE)
-        earlier = needed[later, column]
-        if (rank[earlier] < rank[later]).all():
-            return by_time
-        return by_time[_sorted(rank[earlier], rank[later], len(rank))]  # some op takes no time
+        earlier, later = rank[needed[later, column]], rank[later]
+        wrong = earlier > later
+        if wrong.any():  # some op takes no time, or a message overtakes another: sorted anew is what these stretch over
+            first, last = (np.bincount(ends[wrong], minlength=len(rank)) for ends in (later, earlier))
+            goes_on = np.cumsum(first - last) > 0
+            among = goes_on | np.append(False, goes_on[:-1])
+            place, inside, some = np.cumsum(among) - 1, among[earlier] & among[later], by_time[among]
+            by_time[among] = some[_sorted(place[earlier[inside]], place[later[inside]], len(some))]
+        return by_time
 
 
 def _sorted(earlier: Ints, later: Ints, count: int) -> Ints:
     """Return the numbers below `count`, each as soon as all its `earlier` ones are there, the least first."""
     missing = np.bincount(later, minlength=count).tolist()
-    by = np.argsort(earlier, kind="stable")
-    followers = np.split(later[by], np.cumsum(np.bincount(earlier, minlength=count))[:-1])
+    followers = later[np.argsort(earlier, kind="stable")].tolist()
+    ends = np.cumsum(np.bincount(earlier, minlength=count)).tolist()
     heap = [number for number in range(count) if not missing[number]]
     result: list[int] = []
     while heap:
         number = heapq.heappop(heap)
         result.append(number)
-        for follower in followers[number].tolist():
+        for follower in followers[ends[number - 1] if number else 0 : ends[number]]:
             missing[follower] -= 1
             if not missing[follower]:
                 heapq.heappush(heap, follower)

@@ -17,7 +17,9 @@ from optpipe_compiler.model.bounds import (
     _FINEST,
     _STEPS,
     _groups,
+    _Mean,
     _Shares,
+    _shares,
     device_work,
     fill_and_drain,
     head_and_work,
@@ -170,11 +172,10 @@ def heaviest_one_by_one(shares: _Shares) -> Fraction:
     best, step = (Fraction(1), Fraction(0)), Fraction(1, _STEPS)
     near = [(x * step, y * step) for x in range(_STEPS + 1) for y in range(_STEPS + 1)]
     while True:
-        best = max(
-            [best, *(one for one in near if min(*one, 1 - sum(one)) >= 0)], key=lambda one: shares._exactly(*one)
-        )
+        inside = [best, *(one for one in near if min(*one, 1 - sum(one)) >= 0)]
+        best = max(inside, key=lambda one: shares.mean(_Mean(0.0, *one)))
         if step < _FINEST:
-            return shares._exactly(*best)
+            return shares.mean(_Mean(0.0, *best))
         step /= _FINER
         near = [(best[0] + x * step, best[1] + y * step) for x, y in itertools.product(range(-8, 9), repeat=2)]
 
@@ -183,8 +184,10 @@ def heaviest_one_by_one(shares: _Shares) -> Fraction:
 @given(one=problems(devices=3, stages=4, microbatches=3))
 def test_the_weights_found_in_floating_point_are_as_good_as_those_found_exactly(one):
     for group in _groups(one):
-        shares = _Shares(one, group, *least_areas(one), one.budget)
-        assert float(shares.heaviest()) == pytest.approx(float(heaviest_one_by_one(shares)), rel=1e-6)
+        shares = _shares(one, [one.stages_of(device) for device in group], *least_areas(one), one.budget)
+        found = shares.heaviest()
+        assert found.about == pytest.approx(float(heaviest_one_by_one(shares)), rel=1e-6)
+        assert found.about == pytest.approx(float(shares.mean(found)), rel=1e-9)
 
 
 def test_a_transfer_alone_on_its_link_is_what_the_bound_counts():

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, chain, compress, pairwise, starmap
 from math import ceil
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from optpipe_compiler.model.schedule import Mode
 from optpipe_compiler.model.unit_bounds import (
+    Area,
     backward_of,
     countings,
     device_work,
@@ -27,10 +30,7 @@ from optpipe_compiler.model.unit_bounds import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from optpipe_compiler.model.problem import Problem, Stage
-    from optpipe_compiler.model.unit_bounds import Area
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def resources(problem: Problem) -> int:
 
         min(offload alone, l offload) + min(reload alone, (1 - l) reload).
     """
-    result, groups = Fraction(0), _groups(problem)
-    known: dict[object, Fraction] = {}
+    groups, found = _groups(problem), []
+    known: dict[_Shares, _Mean] = {}
     for fits in countings(problem):
         (areas,) = least_areas(problem, fits)
         rooms = [budget * max(1, number) for budget, number in zip(problem.budget, fits, strict=True)]
@@ -102,84 +102,119 @@ def resources(problem: Problem) -> int:
             mine = [problem.stages_of(device) for device in group]
             if all(mine) and all(problem.budget[device] > 0 for device in group):
                 head = min(head_of(problem, stages[0]) for stages in mine)
-                shares = _Shares(problem, group, areas, rooms)
-                same = shares.work, tuple(map(tuple, shares.options))
-                if same not in known:
-                    known[same] = shares.heaviest()
-                result = max(result, head + problem.microbatches * known[same])
+                shares = _shares(problem, mine, areas, rooms)
+                if shares not in known:
+                    known[shares] = shares.heaviest()
+                found.append((head + problem.microbatches * known[shares].about, head, shares))
+    result = Fraction(0)
+    for about, head, shares in sorted(found, key=itemgetter(0), reverse=True):
+        if about * (1 + _ROUNDING) > result:  # fractions take their time
+            result = max(result, head + problem.microbatches * shares.mean(known[shares]))
     return ceil(result)
 
 
-Vector = tuple[Fraction, Fraction, Fraction]
-"""Ticks of compute, of memory (area over budget) and of the link, each as a mean over a group's devices."""
+_ROUNDING = 1e-9
+"""More than sums of floating-point numbers are rounded by, as a share."""
+
+Transfers = tuple[int, int, int, int]
+"""Ticks of an offload alone on its link, of one that meets a reload, and so of a reload."""
 
 
-class _Shares:
+class _Mean(NamedTuple):
+    """A weighted mean of compute, memory and link, rounded, and the weights of the first two."""
+
+    about: float
+    work: float
+    memory: float
+
+
+class _Activation(NamedTuple):
+    """What the options of an activation cost: see `options`."""
+
+    able: tuple[bool, ...]
+    area: Area
+    room: int
+    """The device's budget, as often as `area` counts it."""
+    recompute: int
+    transfers: Transfers
+
+
+class _Shares(NamedTuple):
     """What a microbatch costs a group of devices behind one link (or one device): the options of each activation."""
 
-    def __init__(self, problem: Problem, group: list[int], areas: list[Area], rooms: Sequence[int]) -> None:
-        count, none = len(group), Fraction(0)
-        self.work = none
-        share = _of_offloads([problem.stages[s] for d in group for s in problem.stages_of(d) if problem.can_offload(s)])
-        self.options: list[list[Vector]] = []
-        for device in group:
-            for s in problem.stages_of(device):
-                stage, room = problem.stages[s], count * rooms[device]
-                kept, away, again = (Fraction(area, room) for area in areas[s])
-                again_ticks = Fraction(stage.recompute, count)
-                options = (none, kept, none), (none, away, _on_link(stage, share)), (again_ticks, again, none)
-                self.options.append([*compress(options, problem.able(s))])
-                self.work += Fraction(work_of(problem, stage), count)
-        filled = [[*options, *options[:1] * (3 - len(options))] for options in self.options]
-        self.rounded = np.array(filled, np.float64)
-        """The same as [activation, option, resource]; where there are less than three options the first comes again."""
+    devices: int
+    """How many there are."""
+    work: int
+    activations: tuple[_Activation, ...]
 
-    def heaviest(self) -> Fraction:
+    def options(self) -> list[list[tuple[Fraction, Fraction, Fraction]]]:
+        """Return what keeping, offloading and recomputing an activation takes, as far as it may: ticks of compute, of
+        memory (area over budget) and of the link, each as a mean over the devices."""
+        none, found = Fraction(0), []
+        alike = Counter(one.transfers for one in self.activations if one.able[Mode.OFFLOAD])
+        share = _of_offloads(tuple(sorted(alike.items())))
+        for one in self.activations:
+            kept, away, again = (Fraction(area, self.devices * one.room) for area in one.area)
+            recompute = Fraction(one.recompute, self.devices)
+            every = (none, kept, none), (none, away, _on_link(one.transfers, share)), (recompute, again, none)
+            found.append([*compress(every, one.able)])
+        return found
+
+    def heaviest(self) -> _Mean:
         """Return the largest weighted mean found: the best weights of a grid, then of ever finer ones around them."""
+        filled = [[*options, *options[:1] * (3 - len(options))] for options in self.options()]
+        options = np.array(filled, np.float64)  # [activation, option, resource]
         best, near, step = np.array([1.0, 0.0]), _GRID, 1 / _STEPS
         while True:
             inside = near[(near >= 0).all(axis=1) & (near.sum(axis=1) <= 1)]
             tried = np.concatenate([best[None], inside])
-            best = tried[np.argmax(self._about(tried))]
+            work, memory = tried.T
+            chosen = (options @ np.stack([work, memory, 1 - work - memory])).min(axis=1)
+            means = work * (self.work / self.devices) + chosen.sum(axis=0)
+            at = np.argmax(means)
+            best = tried[at]
             if step < _FINEST:
-                return self._exactly(Fraction(best[0]), Fraction(best[1]))
+                return _Mean(float(means[at]), *best.tolist())
             step /= _FINER
             near = best + _AROUND * step
 
-    def _about(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the weighted means, rounded, for rows of weights of compute and memory."""
-        work, memory = weights.T
-        of_all = np.stack([work, memory, 1 - work - memory])
-        chosen = (self.rounded @ of_all).min(axis=1)
-        found: NDArray[np.float64] = work * float(self.work) + chosen.sum(axis=0)
-        return found
-
-    def _exactly(self, work: Fraction, memory: Fraction) -> Fraction:
-        link = 1 - work - memory
-        chosen = (min(work * c + memory * a + link * t for c, a, t in options) for options in self.options)
-        return work * self.work + sum(chosen)
+    def mean(self, of: _Mean) -> Fraction:
+        """Return the mean of these weights, not rounded."""
+        work, memory = Fraction(of.work), Fraction(of.memory)
+        chosen = (min(work * c + memory * a + (1 - work - memory) * t for c, a, t in one) for one in self.options())
+        return work * self.work / self.devices + sum(chosen)
 
 
-def _on_link(stage: Stage, share: Fraction) -> Fraction:
+def _shares(problem: Problem, mine: list[list[int]], areas: list[Area], rooms: Sequence[int]) -> _Shares:
+    """Return those of the stages `mine` of each device of a group."""
+    numbers = [*chain.from_iterable(mine)]
+    activations = []
+    for s in numbers:
+        stage = problem.stages[s]
+        transfers = stage.offload_alone, stage.offload, stage.reload_alone, stage.reload
+        activations.append(_Activation(problem.able(s), areas[s], rooms[stage.device], stage.recompute, transfers))
+    return _Shares(len(mine), _work_of(problem, numbers), tuple(activations))
+
+
+def _on_link(transfers: Transfers, share: Fraction) -> Fraction:
     """Return the least ticks of a link for the transfers of an activation; `share` is l of `resources`."""
-    return min(Fraction(stage.offload_alone), share * stage.offload) + min(
-        Fraction(stage.reload_alone), (1 - share) * stage.reload
-    )
+    offload_alone, offload, reload_alone, reload = transfers
+    return min(Fraction(offload_alone), share * offload) + min(Fraction(reload_alone), (1 - share) * reload)
 
 
-def _of_offloads(stages: list[Stage]) -> Fraction:
+@lru_cache(256)
+def _of_offloads(counts: tuple[tuple[Transfers, int], ...]) -> Fraction:
     """Return l of `resources` for which all transfers together cost their link most, of those of its longest offload:
     their cost is concave in l, with a turn where an offload alone and one that meets another cost the same, and one
-    where reloads do."""
-    longest = max(stages, key=lambda stage: stage.offload, default=None)
-    if longest is None or not longest.offload or not longest.reload:
+    where reloads do. `counts` says how many transfers are alike."""
+    longest = max((transfers for transfers, _ in counts), key=itemgetter(1), default=(0, 0, 0, 0))
+    offload_alone, offload, reload_alone, reload = longest
+    if not offload or not reload:
         return Fraction(1)
-    turns = Fraction(longest.offload_alone, longest.offload), 1 - Fraction(longest.reload_alone, longest.reload)
-    times = attrgetter("offload_alone", "offload", "reload_alone", "reload")
-    alike, counts = {times(one): one for one in stages}, Counter(map(times, stages))
+    turns = Fraction(offload_alone, offload), 1 - Fraction(reload_alone, reload)
 
     def cost(share: Fraction) -> Fraction:
-        return sum((count * _on_link(alike[each], share) for each, count in counts.items()), start=Fraction(0))
+        return sum((count * _on_link(transfers, share) for transfers, count in counts), start=Fraction(0))
 
     return max((Fraction(1), Fraction(0), *turns), key=cost)
 

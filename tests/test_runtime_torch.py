@@ -15,7 +15,7 @@ from torch.autograd import graph
 
 from optpipe_compiler.documents import deliveries, ir
 from optpipe_compiler.errors import MissingDependency, RunFailed
-from optpipe_compiler.verify import causality
+from optpipe_compiler.verify import causality, verify
 from optpipe_compiler.verify.placed import PlacedOps
 from optpipe_torch.launch.job import check_torch
 from runtime_torch import engine
@@ -82,6 +82,20 @@ def test_a_compiled_file_states_what_files_of_old_leave_to_the_reader():
         assert {op: sends.intersection(names) for op, names in stated.items()} == {
             op: sends.intersection(names) for op, names in derived.items()
         }
+
+
+def test_what_is_stated_of_an_op_in_several_entries_counts_together():
+    plan = quick(uniform(4, 1), 10**10, microbatches=6, method="1f1b").schedule
+    assert any(len(entry.sends) > 1 for device in plan.devices for entry in device.deliveries)
+
+    def parted_of(device: ir.Device) -> ir.Device:
+        each = [ir.Delivered(before=one.before, sends=[send]) for one in device.deliveries for send in one.sends]
+        return msgspec.structs.replace(device, deliveries=each)
+
+    parted = msgspec.structs.replace(plan, devices=[*map(parted_of, plan.devices)])
+    assert verify(parted) == []
+    for device in plan.devices:
+        assert deliveries.waits(parted, device.device) == deliveries.waits(plan, device.device)
 
 
 def test_a_schedule_that_can_deadlock_is_refused():

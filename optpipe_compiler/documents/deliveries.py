@@ -25,7 +25,9 @@ def waits(schedule: ir.Schedule, device: int) -> dict[str, list[str]]:
     plan = schedule.devices[device]
     if isinstance(plan.deliveries, msgspec.UnsetType):
         return implied(schedule, device)
-    stated = {entry.before: entry.sends for entry in plan.deliveries}
+    stated: dict[str, list[str]] = defaultdict(list)
+    for entry in plan.deliveries:  # an op may have several
+        stated[entry.before] += entry.sends
     received = {op.id for op in plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)}
     return {
         op.id: [*stated.get(op.id, ()), *(name for name in (*op.after, op.received_id) if name in received)]

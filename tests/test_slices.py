@@ -462,6 +462,10 @@ def test_profiles_say_what_can_be_sliced_and_nothing_else() -> None:
             lambda layer: layer["slices"].update(forward_attention_ns=10**9),
             r"slices.forward_attention_ns is 10{9}, expected",
         ),
+        (
+            lambda layer: layer.update(backward_ns=0, slices={"backward_input_attention_ns": 1}),
+            r"slices.backward_input_attention_ns is 1, expected at most backward_input_ns and backward_ns \(0\)",
+        ),
     ):
         broken = json.loads(json.dumps(plain))
         change(broken["layers"][0])

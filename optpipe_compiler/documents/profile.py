@@ -561,7 +561,7 @@ def _check_slices(profile: Profile, layer: Layer, slices: Sliceable, path: str) 
         raise BadInput(f"{path} has fixed bytes, no fields of version {profile.version}, expected $.version 2")
     saved = value_of(layer.saved_bytes if layer.selective is None else layer.selective.saved_bytes)
     saved = max(saved - value_of(layer.shared_bytes), value_of(layer.checkpoint_bytes))
-    backward = min(value_of(layer.backward_input_ns), value_of(layer.backward_ns or layer.backward_input_ns))
+    backward = min(value_of(layer.backward_input_ns), layer.fused_ns)
     for field, most, what in (
         ("forward_attention_ns", value_of(layer.forward_ns), "forward_ns"),
         ("backward_input_attention_ns", backward, "backward_input_ns and backward_ns"),

@@ -98,6 +98,15 @@ def test_numbers_of_devices_and_microbatches_that_the_file_does_not_list_take_no
     assert isinstance(run("verify").exception, Rejected)
 
 
+def test_shapes_that_no_microbatch_has_take_no_memory():
+    schedule = serial([0] * 1000, 1)
+    units = ir.Units(tokens=1, cuts=[[0, 1]] * 50_000, shape_of=[0])
+    setup = msgspec.structs.replace(schedule.setup, units=units)
+    Path("schedule.json").write_text(ir.to_text(ir.seal(msgspec.structs.replace(schedule, setup=setup))))
+    assert run("show").exit_code == 0
+    assert isinstance(run("verify").exception, Rejected)
+
+
 def test_of_many_violations_the_first_are_shown_and_all_are_listed():
     schedule = serial(range(4), 1000)
     forecast = schedule.forecast

@@ -58,7 +58,7 @@ def link_loads(schedule: Schedule) -> Iterator[LinkLoad]:
                 cost = costs[stage.stage * setup.classes + number]
                 halves = cost.backward_input_ns + cost.backward_weight_ns
                 work[stage.device] += count * (cost.forward_ns + min(cost.backward_ns, halves))
-                if saved := table.stages[stage.stage][number].moved_before[-1]:
+                if saved := table.unit(stage.stage, number).moved_before[-1]:
                     trip = _ns(saved, link.d2h_bytes_per_s, link) + _ns(saved, link.h2d_bytes_per_s, link)
                     away += count * _ns(saved, link.duplex_d2h_bytes_per_s, link)
                     back += count * _ns(saved, link.duplex_h2d_bytes_per_s, link)

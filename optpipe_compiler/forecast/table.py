@@ -19,10 +19,9 @@ class Table:
 
     def __init__(self, schedule: ir.Schedule) -> None:
         self.setup = schedule.setup
-        self.stages = [
-            [_UnitStage(stage, schedule.setup, number) for number in range(schedule.setup.classes)]
-            for stage in schedule.stages
-        ]
+        self._stages, self._is_uniform = schedule.stages, schedule.setup.classes == 1
+        self._units: dict[tuple[int, int], _UnitStage] = {}
+        """By stage and class of units, as far as they were asked for: a file may name more than it has ops of."""
         self.forward_of: dict[tuple[int, int, ir.Range], int] = {}
         """The most transient bytes of a forward of some layers of a stage, as far as they were asked for."""
         self._known: dict[object, tuple[memory.Entry, tuple[int, int]]] = {}
@@ -71,8 +70,14 @@ class Table:
         return max(0, before[end] - before[first])
 
     def _of(self, op: ir.Op) -> _UnitStage:
-        classes = self.stages[op.stage]
-        return classes[self.setup.class_of(op.microbatch, op.slice_or_none)] if len(classes) > 1 else classes[0]
+        return self.unit(op.stage, 0 if self._is_uniform else self.setup.class_of(op.microbatch, op.slice_or_none))
+
+    def unit(self, stage: int, number: int) -> _UnitStage:
+        """Return the bytes of a stage for a class of units."""
+        key = stage, number
+        if key not in self._units:
+            self._units[key] = _UnitStage(self._stages[stage], self.setup, number)
+        return self._units[key]
 
     def _recomputed(self, op: ir.Recompute) -> int:
         stage = self._of(op)

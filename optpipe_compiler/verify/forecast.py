@@ -7,6 +7,7 @@ from collections import defaultdict
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import isfinite
+from operator import ne
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,10 +38,10 @@ def cost_records(placed: PlacedOps) -> Iterator[Violation]:
     if not isinstance(setup.units, UnsetType):
         units = [(shape, slice) for shape in range(len(setup.units.cuts)) for slice in range(setup.slices)]
     found = [(cost.stage, cost.shape, cost.slice) for cost in costs]
-    expected = [
+    expected = (
         (n, *(UNSET if one is None else one for one in unit)) for n in range(len(placed.stages)) for unit in units
-    ]
-    if found != expected:
+    )
+    if len(found) != len(placed.stages) * len(units) or any(map(ne, found, expected)):
         numbers = ", ".join(str(cost.stage) for cost in costs[:8])
         what = "each stage in order" if units == [(None, None)] else "each stage, shape and slice in order"
         yield Violation("cost", f"forecast.stages is for the stages {numbers or 'none'}, expected {what}")

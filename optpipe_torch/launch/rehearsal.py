@@ -109,7 +109,7 @@ class RehearsedDevice:
 
     def message_bytes(self, stage: int, unit: int) -> int:
         """Return the bytes of what leaves a stage, for one unit."""
-        return self._bytes.stages[stage][self.class_of(unit)].outgoing
+        return self._bytes.unit(stage, self.class_of(unit)).outgoing
 
 
 class RehearsedMailbox(Mailbox):

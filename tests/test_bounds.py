@@ -334,3 +334,17 @@ def test_a_recomputation_that_costs_less_than_a_forward_buys_the_wait():
     dear = problem(3, 9, 8, freedom=Freedom(offload=False, recompute=True, split=True), recompute=10, checkpoint=0)
     cheap = replace(dear, stages=tuple(replace(stage, recompute=2) for stage in dear.stages))
     assert fill_and_drain(cheap) < fill_and_drain(dear)
+
+
+@pytest.mark.parametrize("microbatches", [4, 6])
+def test_of_what_is_lost_at_the_end_no_more_is_recomputed_than_waiting_for_the_way_home_leaves(microbatches):
+    """Device 1 has room for three activations. One recomputation (3 ticks) fills its end, but for the last way home."""
+    one = problem(4, microbatches, 100, freedom=Freedom(offload=False, recompute=True, split=False), saved=1, residue=1)
+    times = zip(one.stages, ((1, 1), (3, 1), (2, 1), (2, 1)), strict=True)
+    stages = (
+        replace(stage, forward=there, recompute=there, backward=back, send_activation=0, send_gradient=0)
+        for stage, (there, back) in times
+    )
+    one = replace(one, stages=tuple(stages), budget=(100, 3, 100, 100))
+    assert fill_and_drain(one) == 1 + 4 * microbatches + 3 + 1
+    assert is_reached(one, fill_and_drain(one))

@@ -355,7 +355,8 @@ def _lost(problem: Problem, ends: list[_Ends]) -> Fraction:
         at_start, at_end = (part - rate * recomputed for part, rate in zip((fill, drain), rates, strict=True))
         return recomputed + max(Fraction(0), at_start) + max(tails, at_end)
 
-    turning = [Fraction(0)] + [part / rate for part, rate in zip((fill, drain), rates, strict=True) if rate]
+    parts = zip((fill, max(Fraction(0), drain - tails)), rates, strict=True)
+    turning = [Fraction(0)] + [part / rate for part, rate in parts if rate]
     return heads + min(map(lost, turning))
 
 

@@ -25,6 +25,7 @@ from optpipe_compiler.compiler import Options, compile_schedule, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
+from optpipe_compiler.documents.profile import Layer, Machine, Profile, Selective, Sliceable
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.lower import promised
 from optpipe_compiler.machine import compiled
@@ -43,8 +44,6 @@ from optpipe_compiler.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from optpipe_compiler.documents.profile import Profile
 
 PLENTY = 10**12
 
@@ -494,3 +493,27 @@ def test_the_commands_plan_show_and_check_slices(tmp_path, monkeypatch) -> None:
     refused = CliRunner().invoke(cli, ["compile", "--mem", "2GB", "--lengths", "profile.json"])
     assert isinstance(refused.exception, BadInput)
     assert "expected the tokens of each microbatch" in str(refused.exception)
+
+
+CHEAP = {"selective": Selective(saved_bytes=40, captured_bytes=60), "residue_bytes": 60, "checkpoint_bytes": 40}
+
+
+@pytest.mark.parametrize(
+    ("slices", "layers", "asked"),
+    [
+        ({}, {}, {"lengths": (320, 320), "placement": "linear"}),
+        ({"carry_gradient_bytes": 5000}, {}, {"slices": 2, "placement": "linear"}),
+        ({"forward_prefix_bytes": 5000, "backward_prefix_bytes": 5000}, {}, {"slices": 2, "placement": "linear"}),
+        ({}, CHEAP, {"lengths": (160, 160), "placement": "loop", "stages_per_device": 2}),
+    ],
+)
+def test_a_cap_that_a_refusal_names_is_enough(slices, layers, asked) -> None:
+    """Where a microbatch holds more than the profile's figures say of a sequence: it is longer, or has slices."""
+    figures = {"saved_bytes": 100, "checkpoint_bytes": 1, "output_bytes": 1} | layers
+    times = {"forward_ns": 10, "backward_input_ns": 10, "backward_weight_ns": 10}
+    layer = Layer(name="l", count=16, slices=Sliceable(**slices), **times, **figures)
+    profile = Profile(name="p", machine=Machine(devices=2), layers=[layer], sequence_length=16)
+    asked = {"microbatches": 2, "time_limit_s": 0.0, "search": False, "reproducible": True, **asked}
+    with pytest.raises(Infeasible) as refused:
+        compile_schedule(profile, Options(10, **asked))
+    compile_schedule(profile, Options(refused.value.least_mem_bytes, **asked))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import accumulate, pairwise
+from math import ceil
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import Layer, Profile, value_of
+from optpipe_compiler.documents.profile import TRANSIENT, Layer, Profile, value_of
 from optpipe_compiler.model.placement import Layout, balanced_cuts
 from optpipe_compiler.plan import passes
 from optpipe_compiler.solver.cuts import lightest
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
     Numbers = list[int]
 
+FIGURES = 16
+"""Figures of a layer, no fewer, that are rounded up by themselves."""
 MOST_STAGES = 48
 """Stages up to which cuts are moved step by step; the time for it grows with the cube."""
 
@@ -104,10 +108,55 @@ def _are_together(one: Layout, pairs: list[tuple[int, int]]) -> Iterator[bool]:
     return (owner[first] == owner[second] for first, second in pairs)
 
 
-def most_bytes(profile: Profile, one: Layout) -> int:
-    """Return no less than any device needs to run one microbatch after the other."""
+def most_bytes(profile: Profile, one: Layout, largest: Largest) -> int:
+    """Return no less than any device needs to run one microbatch after the other, the largest one, too."""
     costs = _Costs(profile)
-    return costs.reserve + max(map(int.__add__, costs.per_device(one, costs.static), costs.per_device(one, costs.all)))
+    held = costs.per_device(one, list(accumulate(map(largest.most_bytes, profile.expanded_layers()), initial=0)))
+    return costs.reserve + max(map(int.__add__, costs.per_device(one, costs.static), held))
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest microbatch: its length in sequences of the profile, at least 1, and how many slices it may have."""
+
+    length: Fraction = Fraction(1)
+    slices: int = 1
+
+    def of(self, nbytes: int) -> int:
+        """Return no less than figures of a layer, which come to so much for a sequence of the profile, come to for all
+        slices, each rounded up."""
+        is_whole = self.slices == self.length == 1
+        return nbytes if is_whole else ceil(nbytes * self.length) + FIGURES * self.slices
+
+    def saved_bytes(self, layer: Layer) -> int:
+        """Return no less than stays of a layer between forward and backward: with slices, the gradients of its carry,
+        too."""
+        slices = layer.slices if self.slices > 1 else None
+        return self.of(value_of(layer.saved_bytes) + (0 if slices is None else slices.gradient_or_carry_bytes))
+
+    def running_bytes(self, layer: Layer) -> int:
+        """Return no less than a forward or a whole backward needs while it runs: with slices, for earlier ones, too."""
+        forward, backward = (value_of(getattr(layer, TRANSIENT[op])) for op in ("forward", "backward"))
+        if layer.slices is not None and self.slices > 1:
+            forward += value_of(layer.slices.forward_prefix_bytes)
+            backward += value_of(layer.slices.backward_prefix_bytes)
+        return self.of(max(forward, backward))
+
+    def most_bytes(self, layer: Layer) -> int:
+        """Return no less than one microbatch can make the layer's device hold at one time, on the layer's account."""
+        sizes = (
+            layer.residue_or_saved_bytes,
+            layer.captured_bytes,
+            layer.checkpoint_bytes,
+            *(getattr(layer, name) for name in TRANSIENT.values()),
+        )
+        slices = layer.slices if self.slices > 1 else None
+        before = () if slices is None else (slices.forward_prefix_bytes, slices.backward_prefix_bytes)
+        others = sum(map(value_of, (*sizes, *before))) + 4 * value_of(layer.output_bytes)
+        return self.saved_bytes(layer) + self.of(others)
+
+
+WHOLE = Largest()
 
 
 def _lightest(even: Layout, costs: _Costs) -> Layout:
@@ -156,7 +205,6 @@ class _Costs:
         self.forward = sums(lambda layer: value_of(layer.forward_ns))
         self.static = sums(lambda layer: value_of(layer.static_bytes))
         self.saved = sums(lambda layer: value_of(layer.saved_bytes))
-        self.all = sums(_all_bytes)
 
     def compute(self, one: Layout) -> tuple[int, int]:
         """Return the busiest device's ns for one microbatch, then the sum over devices of its squares."""
@@ -195,18 +243,3 @@ class _Costs:
         for device, begin, end in one.by_stage:
             total[device] += sums[end] - sums[begin]
         return total
-
-
-def _all_bytes(layer: Layer) -> int:
-    """Return no less than what one microbatch can make a layer's device hold at one time, on the layer's account."""
-    sizes = (
-        layer.saved_bytes,
-        layer.residue_or_saved_bytes,
-        layer.captured_bytes,
-        layer.checkpoint_bytes,
-        layer.forward_transient_bytes,
-        layer.backward_input_transient_bytes,
-        layer.backward_weight_transient_bytes,
-        layer.backward_transient_bytes,
-    )
-    return sum(map(value_of, sizes)) + 4 * value_of(layer.output_bytes)

@@ -18,11 +18,13 @@ from optpipe_compiler.plan.cuts import earlier, layers_ns, lighter, most_bytes, 
 from optpipe_compiler.plan.device_order import other_order
 from optpipe_compiler.plan.options import Options, Settled, settled
 from optpipe_compiler.plan.selective import selectively
-from optpipe_compiler.plan.slices import is_asked, slicings
+from optpipe_compiler.plan.slices import is_asked, largest, slicings
 from optpipe_compiler.published import METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from optpipe_compiler.plan.cuts import Largest
 
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
@@ -46,9 +48,11 @@ def layouts(profile: Profile, options: Settled) -> list[Layout]:
     Layers are cut so that no stage is heavier than need be; where another cut has a lighter heaviest device, needs
     less memory, or has its heavier devices earlier, that placement comes again (cuts.py).
     """
+    most = largest(profile, options)
     if options.keep is not None:
         kept = replace(seeds.layout_or_given(options.keep.schedule), selective=frozenset())
-        again = selectively(profile, [kept], options.mem_bytes) if options.recompute and options.method is None else ()
+        is_free = options.recompute and options.method is None
+        again = selectively(profile, [kept], options.mem_bytes, most) if is_free else ()
         return [kept, *again]
     work = layers_ns(profile)
     wanted = options.stages_per_device
@@ -64,11 +68,11 @@ def layouts(profile: Profile, options: Settled) -> list[Layout]:
     if wanted is None and options.placement in ("auto", "linear"):
         saved = [value_of(layer.saved_bytes) for layer in profile.expanded_layers()]
         first = lighter([one for one in found if one.device_of == found[0].device_of], profile)
-        if _is_tight(profile, first, options.mem_bytes):
+        if _is_tight(profile, first, options.mem_bytes, most):
             found.append(in_runs(first, saved, MOST_NEIGHBOURS))
     found += [tied for one in even if (tied := with_ties(profile, one)) is not None]
     if options.method is None and options.recompute:
-        found += list(selectively(profile, found, options.mem_bytes))
+        found += list(selectively(profile, found, options.mem_bytes, most))
     elif options.method in METHODS and METHODS[options.method].is_selective:
         found += list(selectively(profile, found, 0))
     return found
@@ -88,12 +92,12 @@ def _finest(layers: int, options: Settled) -> list[int]:
     return [n for n in found if lowering_s(n * tasks) <= FINEST_SHARE * options.time_limit_s]
 
 
-def _is_tight(profile: Profile, one: Layout, cap_bytes: int) -> bool:
+def _is_tight(profile: Profile, one: Layout, cap_bytes: int, most: Largest) -> bool:
     """Whether some device may not hold all of one microbatch, and has several layers.
 
     Then recompute, offload and backward go on layer by layer, or by runs of layers, each of which is a stage.
     """
-    return one.stages < one.cuts[-1] and cap_bytes < most_bytes(profile, one)
+    return one.stages < one.cuts[-1] and cap_bytes < most_bytes(profile, one, most)
 
 
 def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]]:

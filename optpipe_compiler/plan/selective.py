@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import Profile, value_of
 from optpipe_compiler.model.problem import static_bytes
+from optpipe_compiler.plan.cuts import WHOLE, Largest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.placement import Layout
 
 
-def selectively(profile: Profile, found: Sequence[Layout], cap_bytes: int) -> Iterator[Layout]:
+def selectively(
+    profile: Profile, found: Sequence[Layout], cap_bytes: int, largest: Largest = WHOLE
+) -> Iterator[Layout]:
     """Yield the placements again, with selective recompute of all layers, and of those on tight devices alone.
 
     A device is tight that cannot hold what 1F1B holds there, or, in placements of several passes, what as many
@@ -23,11 +26,9 @@ def selectively(profile: Profile, found: Sequence[Layout], cap_bytes: int) -> It
     """
     layers = profile.expanded_layers()
     able = {index for index, layer in enumerate(layers) if layer.selective is not None}
-    saved = [value_of(layer.saved_bytes) for layer in layers]
-    sent = [value_of(layer.output_bytes) for layer in layers]
-    transient = [
-        max(value_of(layer.forward_transient_bytes), value_of(layer.backward_transient_bytes)) for layer in layers
-    ]
+    saved = list(map(largest.saved_bytes, layers))
+    sent = [largest.of(value_of(layer.output_bytes)) for layer in layers]
+    transient = list(map(largest.running_bytes, layers))
     for one in found:
         owned: list[set[int]] = [set() for _ in range(one.devices)]
         besides = [0] * one.devices

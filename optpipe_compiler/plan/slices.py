@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from optpipe_compiler import machine
@@ -11,7 +12,7 @@ from optpipe_compiler.documents.profile import Profile, Sliceable, value_of
 from optpipe_compiler.model.problem import Problem, Slicing
 from optpipe_compiler.model.unit_bounds import device_work
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
-from optpipe_compiler.plan.cuts import layers_ns
+from optpipe_compiler.plan.cuts import Largest, layers_ns
 from optpipe_compiler.plan.local_search import shortened
 from optpipe_compiler.plan.wishes import treatments, wish
 
@@ -58,6 +59,14 @@ def slicings(
     able = [-less for _, less, work in sorted(ranked) if work <= least]  # the others compute for longer than that
     chosen = list(dict.fromkeys(able))[:TRIED]
     return [slicing for number in (1, *sorted(chosen)) for slicing in cut(profile, options, number)]
+
+
+def largest(profile: Profile, options: Settled) -> Largest:
+    """Return the largest microbatch that the options ask for, in as many slices as it may be cut into."""
+    slices = max(NUMBERS) if options.slices == "auto" else options.slices
+    if options.lengths is None or profile.tokens is None:
+        return Largest(slices=slices)
+    return Largest(max(Fraction(1), Fraction(max(options.lengths), profile.tokens)), slices)
 
 
 def is_asked(slicing: Slicing | None, profile: Profile, options: Settled) -> bool:

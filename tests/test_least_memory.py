@@ -14,7 +14,7 @@ from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout
 from optpipe_compiler.model.problem import Caps
-from optpipe_compiler.plan import explore
+from optpipe_compiler.plan import candidates, explore
 from optpipe_compiler.plan.budget import Budget, Limits
 from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
@@ -179,3 +179,31 @@ def test_a_schedule_that_fits_by_waiting_names_a_cap_that_is_enough_for_that():
     found = compile_schedule(profile, replace(options, mem_bytes=enough)).schedule
     assert found.forecast.method == "1f1b-offload-waiting"
     assert max(device.peak_bytes for device in found.devices) <= enough
+
+
+def test_the_smallest_cap_is_enough_where_what_comes_in_from_the_device_before_makes_it_so():
+    """Layer by layer device 1 needs 4,500 + 1,000 + 125 bytes, as one stage 375 more."""
+    times = {"backward_input_ns": 10, "backward_weight_ns": 10, "residue_bytes": 0}
+    first = Layer(name="a", forward_ns=100, saved_bytes=1500, output_bytes=1000, **times)
+    other = Layer(name="b", forward_ns=10, saved_bytes=125, static_bytes=4500, **times)
+    rest = Layer(name="c", count=3, forward_ns=10, saved_bytes=125, **times)
+    profile = Profile(name="p", machine=Machine(devices=2), layers=[first, other, rest])
+    asked = {"microbatches": 2, "placement": "linear", "time_limit_s": 0.0}
+    with pytest.raises(Infeasible, match="the smallest --mem that would do is 5625B"):
+        quick(profile, 5624, **asked)
+    assert max(device.peak_bytes for device in quick(profile, 5625, **asked).schedule.devices) == 5625
+
+
+def test_a_known_schedule_of_few_bytes_is_refused_with_a_cap(monkeypatch):
+    """Of which less than a thousandth is no byte."""
+    tried = []
+
+    def fits(*_) -> bool:
+        tried.append(True)
+        assert len(tried) < 100
+        return False
+
+    monkeypatch.setattr(candidates, "_fits_waiting", fits)
+    layer = Layer(name="l", count=2, forward_ns=1, backward_input_ns=1, backward_weight_ns=1, saved_bytes=10)
+    with pytest.raises(Infeasible, match="raise --mem to 20B"):
+        quick(Profile(name="p", machine=Machine(devices=2), layers=[layer]), 10, method="1f1b")

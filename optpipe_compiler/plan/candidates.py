@@ -135,7 +135,7 @@ class Candidates:
                 continue
             with suppress(NotDefined, Stuck):
                 timed, low = earliest(published(attempt.problem, name)), cap_bytes
-                while enough - low > EXACT_ENOUGH * enough:
+                while enough - low > max(1, EXACT_ENOUGH * enough):
                     middle = (low + enough) // 2
                     if _fits_waiting(attempt, timed, middle - cap_bytes):
                         enough = middle

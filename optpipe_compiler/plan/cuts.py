@@ -110,8 +110,10 @@ def _are_together(one: Layout, pairs: list[tuple[int, int]]) -> Iterator[bool]:
 
 def most_bytes(profile: Profile, one: Layout, largest: Largest) -> int:
     """Return no less than any device needs to run one microbatch after the other, the largest one, too."""
-    costs = _Costs(profile)
-    held = costs.per_device(one, list(accumulate(map(largest.most_bytes, profile.expanded_layers()), initial=0)))
+    costs, layers = _Costs(profile), profile.expanded_layers()
+    held = costs.per_device(one, list(accumulate(map(largest.most_bytes, layers), initial=0)))
+    for device, begin, _ in one.by_stage:
+        held[device] += 2 * largest.of(value_of(layers[begin - 1].output_bytes)) if begin else 0
     return costs.reserve + max(map(int.__add__, costs.per_device(one, costs.static), held))
 
 

@@ -194,6 +194,18 @@ def test_the_smallest_cap_is_enough_where_what_comes_in_from_the_device_before_m
     assert max(device.peak_bytes for device in quick(profile, 5625, **asked).schedule.devices) == 5625
 
 
+def test_the_smallest_cap_counts_offloads_of_a_part_where_the_host_has_no_room_for_the_whole():
+    """Two stages of two layers each: one layer of the first is away while the second runs."""
+    times = {"forward_ns": 20, "backward_input_ns": 20, "backward_weight_ns": 20}
+    layer = Layer(name="l", count=4, saved_bytes=100, residue_bytes=0, **times)
+    link = Link(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9)
+    profile = Profile(name="p", machine=Machine(devices=1, host_memory_bytes=100, links=[link]), layers=[layer])
+    asked = {"microbatches": 2, "stages_per_device": 2, "recompute": False, "time_limit_s": 0.0}
+    with pytest.raises(Infeasible, match="the smallest --mem that would do is 300B"):
+        quick(profile, 299, **asked)
+    assert [device.peak_bytes for device in quick(profile, 300, **asked).schedule.devices] == [300]
+
+
 def test_a_known_schedule_of_few_bytes_is_refused_with_a_cap(monkeypatch):
     """Of which less than a thousandth is no byte."""
     tried = []

@@ -206,6 +206,18 @@ def test_the_smallest_cap_counts_offloads_of_a_part_where_the_host_has_no_room_f
     assert [device.peak_bytes for device in quick(profile, 300, **asked).schedule.devices] == [300]
 
 
+def test_the_cap_that_a_known_schedule_needs_is_enough_for_it():
+    """The first layer of a device needs much in its backward: layer by layer when the others are over, but that is
+    tried only where one microbatch may not fit."""
+    times = {"forward_ns": 10, "backward_input_ns": 10, "backward_weight_ns": 10, "residue_bytes": 0}
+    first = Layer(name="a", saved_bytes=1000, backward_transient_bytes=4000, **times)
+    rest = Layer(name="b", count=3, saved_bytes=1000, **times)
+    profile = Profile(name="p", machine=Machine(devices=6), layers=[first, rest] * 6)
+    with pytest.raises(Infeasible, match="raise --mem to 28000") as refused:
+        quick(profile, 10_000, microbatches=8, method="1f1b")
+    quick(profile, refused.value.least_mem_bytes, microbatches=8, method="1f1b")
+
+
 def test_a_known_schedule_of_few_bytes_is_refused_with_a_cap(monkeypatch):
     """Of which less than a thousandth is no byte."""
     tried = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,12 @@ class Layout:
     """The layers that recompute their cheap tensors within their backward."""
     order: tuple[int, ...] | None = None
     """The machine's devices in the order of the pipeline; None: as the machine numbers them."""
+    below_bytes: int | None = field(default=None, compare=False)
+    """The caps below which it is searched; None: it is under any cap."""
+
+    def is_searched(self, cap_bytes: int) -> bool:
+        """Whether it is searched under a cap."""
+        return self.below_bytes is None or cap_bytes < self.below_bytes
 
     @property
     def stages(self) -> int:

@@ -48,6 +48,8 @@ class Tried:
     """Of the objective."""
     as_defined: tuple[int, int] | None = None
     """Makespan and peak of the schedule as it is defined, where this is the same order waiting for memory."""
+    is_searched: bool = True
+    """Whether its placement is searched under the cap that it needs."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class Candidates:
             return
         tried = self.tried.get(name, [])
         needs = [one.need for one in tried if one.need is not None]
-        least = min((need.peak_bytes for need in needs if need.on_hosts), default=None)
+        caps = (one.need.peak_bytes for one in tried if one.need is not None and one.need.on_hosts and one.is_searched)
+        least = min(caps, default=None)
         if least is not None:
             least = self._least_waiting(name, cap_bytes, least)
             raise Infeasible(
@@ -134,7 +137,11 @@ class Candidates:
             if not self._is_for(name, attempt) or attempt.is_partial or _is_large(attempt.problem):
                 continue
             with suppress(NotDefined, Stuck):
-                timed, low = earliest(published(attempt.problem, name)), cap_bytes
+                timed, low, below = earliest(published(attempt.problem, name)), cap_bytes, attempt.layout.below_bytes
+                if below is not None and below <= enough:
+                    if not _fits_waiting(attempt, timed, below - 1 - cap_bytes):
+                        continue
+                    enough = below - 1
                 while enough - low > max(1, EXACT_ENOUGH * enough):
                     middle = (low + enough) // 2
                     if _fits_waiting(attempt, timed, middle - cap_bytes):
@@ -248,7 +255,8 @@ class Candidates:
         """Keep a schedule if it fits and is better; return how it went."""
         incumbents, need = self.incumbents, attempt.need(timed)
         incumbents.keep(attempt, timed, "published", need)
-        return Tried(timed.makespan, need, value=incumbents.value(timed))
+        is_searched = attempt.layout.is_searched(need.peak_bytes)
+        return Tried(timed.makespan, need, value=incumbents.value(timed), is_searched=is_searched)
 
 
 def _is_large(problem: Problem) -> bool:

@@ -24,8 +24,6 @@ from optpipe_compiler.published import METHODS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe_compiler.plan.cuts import Largest
-
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
 """Stages per device that are tried for each placement."""
@@ -68,8 +66,11 @@ def layouts(profile: Profile, options: Settled) -> list[Layout]:
     if wanted is None and options.placement in ("auto", "linear"):
         saved = [value_of(layer.saved_bytes) for layer in profile.expanded_layers()]
         first = lighter([one for one in found if one.device_of == found[0].device_of], profile)
-        if _is_tight(profile, first, options.mem_bytes, most):
-            found.append(in_runs(first, saved, MOST_NEIGHBOURS))
+        below = most_bytes(profile, first, most)
+        if first.stages < first.cuts[-1] and options.mem_bytes < below:
+            # some device may not hold all of one microbatch: recompute, offload and backward go on layer by layer, or
+            # by runs of layers, each of which is a stage
+            found.append(replace(in_runs(first, saved, MOST_NEIGHBOURS), below_bytes=below))
     found += [tied for one in even if (tied := with_ties(profile, one)) is not None]
     if options.method is None and options.recompute:
         found += list(selectively(profile, found, options.mem_bytes, most))
@@ -90,14 +91,6 @@ def _finest(layers: int, options: Settled) -> list[int]:
     found = (even or [*more])[:1]
     tasks = OPS_OF_A_UNIT * options.devices * options.microbatches  # per stage of a device
     return [n for n in found if lowering_s(n * tasks) <= FINEST_SHARE * options.time_limit_s]
-
-
-def _is_tight(profile: Profile, one: Layout, cap_bytes: int, most: Largest) -> bool:
-    """Whether some device may not hold all of one microbatch, and has several layers.
-
-    Then recompute, offload and backward go on layer by layer, or by runs of layers, each of which is a stage.
-    """
-    return one.stages < one.cuts[-1] and cap_bytes < most_bytes(profile, one, most)
 
 
 def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]]:

@@ -102,9 +102,9 @@ class Bundle:
         only = tensors[0] if self.is_single else None
         return self.join(tensors) if only is None else only
 
-    def example(self, device: torch.device) -> Tensor:
+    def example(self, device: torch.device, seed: int = 0) -> Tensor:
         """Return what may cross: floats between 0 and 1, always the same, and zeros, which indices may always be."""
-        generator = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(seed)
         return self.carry([_example(shape, dtype, generator) for shape, dtype in self.parts])
 
     def carry_batch(self, tensors: Sequence[Sequence[Tensor]], tokens: Sequence[int | None]) -> Sequence[Tensor]:
@@ -116,6 +116,23 @@ class Bundle:
             for parts, length in zip(zip(*tensors, strict=True), tokens, strict=True)
         ]
         return torch.split(torch.cat(carriers), [carrier.numel() for carrier in carriers])
+
+    def slices(self, tensor: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor] | None:
+        """Return the tokens of each span of what crosses; None where no part has tokens, its second dimension."""
+        parts = self.parts_of(tensor)
+        have = [part.dim() > 1 and part.shape[1] == self.tokens for part in parts]
+        if not any(have):
+            return None
+        return [
+            self.of(None, end - begin).carry(
+                [part[:, begin:end] if has else part for part, has in zip(parts, have, strict=True)]
+            )
+            for begin, end in spans
+        ]
+
+    def parts_of(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors in what crosses."""
+        return (tensor,) if self.is_single else self.cut(tensor)
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the carrier of `tensors`; differentiable."""

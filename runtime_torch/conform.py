@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,9 +11,10 @@ import torch.distributed as dist
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch.bundles import in_words
+from runtime_torch.bundles import bundle_of, in_words
 from runtime_torch.execution import StageExecution
 from runtime_torch.microbatch import entered, keywords_of
+from runtime_torch.pieces import hold_against_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,7 +61,8 @@ def prepare(
     batch: Batch,
     bytes_tolerance: float | None,
 ) -> None:
-    """Hold the stages against their profile: run each forward once, on a throw-away microbatch, slice by slice.
+    """Hold the stages against their profile: run each forward once, on a throw-away microbatch, slice by slice; hold
+    parts of a slice against it.
 
     `bundle` tells what leaves a layer; a stage that is not the first gets an example of it. The first microbatch of the
     batch has as many samples as any. Random states, buffers and gradients stay as they were. Raises BadInput where a
@@ -105,6 +108,32 @@ def _try(
             expected = None if stage.is_last else bundle(stage.end_layer - 1, number).boundary
             _conform(schedule, schedule.stages[index], trial, number, out, expected, bytes_tolerance)
             trial.discard(number)
+        if schedule.setup.slices > 1:
+            _hold_a_slice_against_its_parts(stage, bundle, batch)
+
+
+def _hold_a_slice_against_its_parts(stage: StageExecution, bundle: Callable[[int, int], Bundle], batch: Batch) -> None:
+    """Raise BadInput where the first slice, cut in two, is another: no layer is sliced that says so wrongly.
+
+    So it takes no more memory than a slice does. It is cut where kernels like it, in multiples of a power of two.
+    """
+    unit = batch.units[0]
+    tokens = unit.tokens or 0
+    if tokens < 2:
+        return
+    if stage.is_first and batch.inputs is not None:
+        x = batch.inputs[0].clone()
+        entering = bundle_of(x, "the input") if x.dim() > 1 else bundle(-1, 0)
+    else:
+        entering = bundle(stage.first_layer - 1, 0)
+        x = entering.example(stage.device)
+    leaving = None if stage.is_last else bundle(stage.end_layer - 1, 0)
+    borders = replace(entering, tokens=tokens), leaving and replace(leaving, tokens=tokens)
+    target = None if batch.targets is None else batch.targets[0].clone()
+    gradient = None if leaving is None else leaving.example(stage.device, seed=1)
+    step = min(tokens & -tokens, tokens // 2)
+    half = tokens // 2 // step * step
+    hold_against_whole(_trial(stage), borders, x, target, gradient, [(0, half), (half, tokens)], unit)
 
 
 def _conform(

@@ -391,6 +391,10 @@ class StageExecution:
         """The bytes of each storage that a reload would bring back now."""
         return self._passes[microbatch].store.host_sizes(*layers)
 
+    def entry_gradient(self, microbatch: int) -> Tensor | None:
+        """Between I and W of the first stage: the gradient of its first output that has one."""
+        return self._passes[microbatch].entry_gradient
+
     def make_again(self, microbatch: int) -> None:
         """Make all cheap tensors again, as a backward does when it reads them: for measuring."""
         store = self._passes[microbatch].store

@@ -205,6 +205,11 @@ def test_layers_that_do_not_say_so_have_no_slices():
     ("kind", "index", "sentence"),
     [
         ("convolution", 1, r"layer 1 \(Crossing\) says that it can be sliced, and its slices have another result"),
+        (
+            "convolution, dropout",
+            1,
+            r"layer 1 \(Crossing\) says that it can be sliced, and its slices have another result",
+        ),
         ("detached state", 1, r"layer 1 \(Crossing\) says that it can be sliced, and its slices have another result"),
         ("state", 1, r"layer 1 \(Crossing\) says that it can be sliced, and its slices have another result"),
         ("sum", 2, r"layer 2 \(Summing\) says that it can be sliced, and its slices have another result"),

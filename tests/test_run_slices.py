@@ -12,8 +12,9 @@ pytest.importorskip("torch")
 import torch
 from runtime_cases import MODEL, TEXT, promise_exactly, schedule, tiny_profile
 from small_schedules import Shape
-from test_runtime_library import start_ranks
+from test_runtime_library import alone, start_ranks  # noqa: F401  (a fixture)
 from torch import nn
+from user_layers import crossing
 
 import runtime_torch
 from optpipe_compiler.compiler import Options, compile_schedule
@@ -179,6 +180,28 @@ def test_layers_that_do_not_say_that_they_can_be_sliced_are_refused():
     layers[1] = Mixing(16, 16)
     with pytest.raises(BadInput, match=r"layer 1 \(Mixing\) does not say that it can be sliced, and the schedule"):
         built(plan, layers)
+
+
+def first_step(kind):
+    """The first step of layers whose second one, or last one, is of this kind, in two slices."""
+    plan = schedule(Shape((0,), layers_per_stage=3, microbatches=2, tokens=8, cuts=TWO))
+    embedding, inner, head = crossing(kind)
+    layers = [embedding, nn.Sequential(inner) if kind == "dropout" else inner, head]
+    layers[1].sliceable = head.sliceable = True
+    inputs, target = models.batch(MODEL, bytes(range(256)), torch.Generator().manual_seed(0), 2)
+    stages = built(plan, layers)
+    return runtime_torch.Runner(plan, stages, bytes_tolerance=None).step(inputs, target=target)
+
+
+@pytest.mark.parametrize("kind", ["convolution", "convolution, dropout", "detached state", "sum"])
+def test_layers_that_say_wrongly_that_they_can_be_sliced_are_refused_in_the_first_step(alone, kind):  # noqa: F811
+    """As where a profile is estimated or written by hand: nothing has held their slices against the whole."""
+    with pytest.raises(BadInput, match=r"one of the layers 0 to 2 .* says wrongly that it can be sliced, and its"):
+        first_step(kind)
+
+
+def test_layers_that_draw_random_numbers_can_be_sliced(alone):  # noqa: F811
+    assert first_step("dropout").loss > 0
 
 
 def test_a_batch_without_the_tokens_that_are_cut_is_refused():

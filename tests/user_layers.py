@@ -258,13 +258,14 @@ class Crossing(nn.Module):
     def __init__(self, width: int, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.mix = nn.Conv1d(width, width, 3) if kind == "convolution" else nn.GRU(width, width, batch_first=True)
+        self.mix = nn.Conv1d(width, width, 3) if "convolution" in kind else nn.GRU(width, width, batch_first=True)
+        self.drop = nn.Dropout(0.2 if "dropout" in kind else 0.0)
         self.state: Tensor | None = None
 
     def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
         """Mix the tokens."""
-        if self.kind == "convolution":
-            return x + self.mix(nn.functional.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)  # type: ignore[no-any-return]
+        if "convolution" in self.kind:
+            return x + self.drop(self.mix(nn.functional.pad(x.transpose(1, 2), (2, 0)))).transpose(1, 2)  # type: ignore[no-any-return]
         found, state = self.mix(x, self.state if carry.start else None)
         self.state = state.detach() if self.kind == "detached state" else state
         return found  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from optpipe_torch.models import known as models
 from optpipe_torch.models.user_functions import OWN
 from optpipe_torch.profiler.records import TIMED, LayerBytes, Samples, SelectiveBytes
-from runtime_torch.bundles import bundled
+from runtime_torch.bundles import bundle_of, bundled
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import GPU_BLOCK_BYTES
 from runtime_torch.microbatch import inner_layer, takes
@@ -138,27 +138,19 @@ class Benches:
             self._gradients[bundle] = gradient.to(self.device)
         return self._gradients[bundle]
 
+    def borders(self, index: int) -> tuple[Bundle, Bundle | None]:
+        """Return what enters layer `index` and leaves it; None: the loss."""
+        return self._bundles[index], None if index == self.head else self._bundles[index + 1]
+
     def cut(
         self, border: int | None, tensor: Tensor | None, spans: Sequence[tuple[int, int]]
     ) -> list[Tensor | None] | None:
         """Return the slices of what enters layer `border` (None: of the target); None where it has no tokens to cut."""
         if tensor is None or border == self.head + 1:
             return [None for _ in spans]
-        bundle = None if border is None else self._bundles[border]
-        parts = (tensor,) if bundle is None else bundle.cut(tensor) if not bundle.is_single else (tensor,)
-        length = self.model.sequence_length
-        if not any(part.dim() > 1 and part.shape[1] == length for part in parts):
-            return None
-        found: list[Tensor | None] = []
-        for begin, end in spans:
-            cut = [part[:, begin:end] if part.dim() > 1 and part.shape[1] == length else part for part in parts]
-            found.append(cut[0] if bundle is None or bundle.is_single else bundle.of(None, end - begin).join(cut))
-        return found
-
-    def parts(self, border: int, tensor: Tensor, tokens: int) -> tuple[Tensor, ...]:
-        """Return the tensors of so many tokens in what crosses a border."""
-        bundle = self._bundles[border]
-        return (tensor,) if bundle.is_single else bundle.of(None, tokens).cut(tensor)
+        bundle = bundle_of(tensor, "the target") if border is None else self._bundles[border]
+        found = replace(bundle, tokens=self.model.sequence_length).slices(tensor, spans)
+        return None if found is None else [*found]
 
     def stage(self, first: int, end: int, *, selective: bool = False) -> Bench:
         """Return the stage of layers [first, end), with gradient buffers; all or none with selective recompute."""

@@ -11,16 +11,14 @@ import math
 import time
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import OPS
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.profiler.layers import LEAST, MOST_S, WARM_UP, time_round
 from optpipe_torch.profiler.records import SlicedBytes, sample_name, slice_spans
-from runtime_torch import random_state
-from runtime_torch.microbatch import Microbatch, Slice, entered, inner_layer
+from runtime_torch.microbatch import Microbatch, Slice, entered
+from runtime_torch.pieces import hold_against_whole
 from runtime_torch.slices import is_sliceable
 
 if TYPE_CHECKING:
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from optpipe_torch.profiler.timer import Timer
 
 
-MOST_OFF = 0.05
-"""So far, as a share of the largest number, slices may be off the whole by rounding."""
 SHORTEST = 32
 """The short slice has this part of the tokens: `--slices auto` tries no more slices than that (plan/slices.py)."""
 
@@ -130,49 +126,11 @@ def slice_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes) -
 
 def _hold_against_whole(benches: Benches, index: int) -> None:
     """Raise BadInput where slices of a layer have another result, or pass another gradient back, than the microbatch in
-    one piece: it said that it can be sliced. Nothing is said of layers that draw random numbers."""
-    sliced = sliced_bench(benches, index)
-    assert sliced is not None
-    bench, stage, slices = sliced.bench, sliced.bench.stage, range(len(sliced.spans))
-    sources = [*random_state.everywhere(stage.device), *random_state.owned(stage.layers[0].modules())]
-    before = random_state.now(sources)
-    result = bench.forward(0)
-    gradient = stage.backward_input(0, bench.gradient)
-    stage.discard(0)
-    results: list[Any] = [sliced.forward(slice) for slice in slices]
-    gradients: list[Any] = [sliced.backward_input(slice) for slice in reversed(slices)][::-1]
-    for slice in slices:
-        stage.discard(slice)
-    if random_state.has_changed(before):
-        return
-    if stage.is_last:
-        pairs = [(result, torch.stack(results).sum())]
-    else:
-        pairs = _pairs(benches, index + 1, result, results, sliced.spans)
-    if gradient is not None:
-        pairs += _pairs(benches, index, gradient, gradients, sliced.spans)
-    for whole, part in pairs:
-        off = (whole - part).abs().max()
-        if off > MOST_OFF * whole.abs().max():
-            raise BadInput(
-                f"layer {index} ({type(inner_layer(stage.layers[0])).__name__}) says that it can be sliced, and its "
-                "slices have another result or gradient than the microbatch in one piece: expected a layer that looks "
-                "at each token by itself, or at earlier ones by `carry.attend` alone, and whose loss is as "
-                "docs/LOOP.md says of slices"
-            )
-
-
-def _pairs(
-    benches: Benches, border: int, whole: Tensor, found: Sequence[Tensor | None], spans: Sequence[tuple[int, int]]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the floats of tokens that cross a border in each slice: cut from the whole, and as they were found."""
-    pairs = []
-    for (begin, end), cut, own in zip(spans, benches.cut(border, whole, spans) or (), found, strict=True):
-        if cut is not None and own is not None:
-            both = (benches.parts(border, one, end - begin) for one in (cut, own))
-            alike = [one for one in zip(*both, strict=True) if one[0].dim() > 1 and one[0].shape[1] == end - begin]
-            pairs += [(a.float(), b.float()) for a, b in alike if a.is_floating_point()]
-    return pairs
+    one piece: it said that it can be sliced."""
+    bench = benches.stage(index, index + 1)
+    spans = slice_spans(benches.model.sequence_length)
+    about = bench.x, bench.target, bench.gradient, spans, Microbatch()
+    hold_against_whole(bench.stage, benches.borders(index), *about)
 
 
 @dataclass(frozen=True)

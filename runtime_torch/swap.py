@@ -241,7 +241,19 @@ class Mover:
                 layers[str(layer)] = self._unpacked(package, tensors)
         self._stages.module.clear()
         self._stages.module.update({name: layers[name] for name in sorted(layers, key=int)})
+        self._put_in_order()
         return passed
+
+    def _put_in_order(self) -> None:
+        """Let groups have parameters in the order of the model, as those of an optimizer that is made anew: a state
+        dict of an optimizer goes by their places."""
+        places = {id(parameter): place for place, parameter in enumerate(self._stages.module.parameters())}
+        for group in (group for one in self.optimizers for group in one.param_groups):
+            own = [places.get(id(parameter), len(places)) for parameter in group["params"]]
+            order = sorted(range(len(own)), key=own.__getitem__)
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key] = [group[key][number] for number in order]
 
     def _empty(self, kind: TensorKind) -> Tensor:
         shape, dtype, is_parameter, needs_gradient, gradient_dtype = kind

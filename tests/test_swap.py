@@ -69,6 +69,9 @@ def train(schedules, group=None, prepare=None, rank=None, data=0):
     assert all(p.called == name for p, name in names.items())
     known = [g for g in optimizer.param_groups if "param_names" in g]
     assert all([names[p] for p in g["params"]] == g["param_names"] for g in known)
+    order = [id(p) for p in module.parameters()]  # a state dict of the optimizer fits one that is made anew
+    for group in optimizer.param_groups:
+        assert [id(p) for p in group["params"]] == sorted(map(id, group["params"]), key=order.index)
     assert len(known) == 2 or dist.get_world_size() == 3
     state = {}
     for name, p in module.named_parameters():

@@ -235,7 +235,7 @@ class Runner:
         except BadInput as error:
             problem = error
         with self._in_one_piece(raises_together=True):
-            packages = agree_on(schedule, problem, packages, mover.said, self._group)
+            packages = agree_on(schedule, problem, packages, (mover.said, mover.options), self._group)
         moved = 0
         with self._in_one_piece():
             if not same:

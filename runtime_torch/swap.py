@@ -136,6 +136,17 @@ class Mover:
         kinds = [f"{type(one).__name__} ({len(one.param_groups)})" for one in self.optimizers]
         return " and ".join(kinds) or "none"
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What groups of the optimizers say of their parameters, such as a learning rate, by where that stands."""
+        return {
+            f"optimizer[{place}].param_groups[{number}][{name!r}]": _plain(value)
+            for place, one in enumerate(self.optimizers)
+            for number, group in enumerate(one.param_groups)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+
     def pack(self, wanted: Sequence[Move]) -> dict[int, _Package]:
         """Return what leaves this rank; raise BadInput, naming the layer, where it cannot, or where stages cannot be
         cut so."""
@@ -367,32 +378,48 @@ def _pass_on(tensors: Sequence[Tensor], way: Callable[..., Any], peer: int, grou
     return sum(part.nbytes for part in parts)
 
 
+def _plain(value: Any) -> Any:
+    """Return what tells two values apart, of numbers and words, several of them too; of anything else nothing."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, int | float | str) else None
+
+
 def agree_on(
     schedule: ir.Schedule,
     error: Exception | None,
     packages: Mapping[int, _Package],
-    optimizers: str,
+    optimizers: tuple[str, Mapping[str, Any]],
     group: dist.ProcessGroup | None,
 ) -> dict[int, _Package]:
-    """Compare digests over all ranks, and where layers move `optimizers`, and return all packages; raise on all ranks
-    what kept any of them."""
-    mine = (getattr(schedule, "digest", ""), None if error is None else str(error), packages, optimizers)
-    found: list[tuple[str, str | None, dict[int, _Package], str]] = [("", None, {}, "")] * dist.get_world_size(group)
+    """Compare digests over all ranks, and where layers move `optimizers` (in words, and their options), and return all
+    packages; raise on all ranks what kept any of them."""
+    mine = getattr(schedule, "digest", ""), None if error is None else str(error), packages, *optimizers
+    found: list[Any] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     if error is not None:
         raise error
-    for rank, (digest, said, _, _) in enumerate(found):
+    for rank, (digest, said, *_) in enumerate(found):
         if said is not None:
             raise BadInput(f"rank {rank} keeps its schedule: {said}")
         if digest != found[0][0]:
             raise RunFailed(f"rank {rank} has another schedule than rank 0: digest {digest}, not {found[0][0]}")
-    everyones = {layer: package for _, _, theirs, _ in found for layer, package in theirs.items()}
-    for rank, (_, _, _, theirs) in enumerate(found):
-        if everyones and theirs != found[0][3]:
+    everyones = {layer: package for _, _, theirs, *_ in found for layer, package in theirs.items()}
+    for rank, (_, _, _, theirs, options) in enumerate(found if everyones else ()):
+        if theirs != found[0][3]:
             raise BadInput(
                 f"layers move to other ranks, and rank {rank} has other optimizers (groups) than rank 0: {theirs}, not "
                 f'{found[0][3]}, expected the same on all ranks; a group may be empty: AdamW([{{"params": []}}])'
             )
+        for where in dict.fromkeys((*found[0][4], *options)):
+            values = [f"{one[where]!r}" if where in one else "not there" for one in (options, found[0][4])]
+            if values[0] != values[1]:
+                raise BadInput(
+                    f"layers move to other ranks, and {where} is {values[0]} on rank {rank} and {values[1]} on rank 0, "
+                    "expected the same on all ranks, where a layer's parameters come into the group of the same number"
+                )
     return everyones
 
 

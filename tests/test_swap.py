@@ -205,6 +205,7 @@ for broken, schedule, optimizer, word in (
     (None, case.plan((0, 1), fused=rank == 0), None, "rank 1 has another schedule than rank 0"),
     (None, plans[1], adam(groups[:rank + 1]), "other optimizers (groups) than rank 0: AdamW (2), not AdamW (1)"),
     (None, plans[1], adam(groups) if rank == 0 else (), "rank 1 has other optimizers (groups) than rank 0: none, not"),
+    (None, plans[1], adam(both[len(masters):], lr=0.1 * (1 + rank)), "['lr'] is 0.2 on rank 1 and 0.1 on rank 0"),
     (None, plans[1], adam(masters), "is in no optimizer, and AdamW has tensors of no layer"),
     (None, plans[1], adam(both), "AdamW has a tensor of no layer with the shape of its parameter"),
     (None, plans[1] if rank == 0 else "there", (), "schedule is 'there', expected a schedule"),

@@ -153,7 +153,8 @@ def forget_unreduced(module: Module) -> None:
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     groups = _private(state, "_fsdp_param_groups") or [_private(state, "_fsdp_param_group")]
     for parameter in (one for group in groups for one in _private(group, "fsdp_params") or ()):
-        parameter.unsharded_accumulated_grad = None
+        with suppress(AttributeError):  # since torch 2.15 what says the gradient that the parameter itself has
+            parameter.unsharded_accumulated_grad = None
 
 
 def is_compiled(module: Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from random import Random
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -46,6 +47,22 @@ def gradients_off_by_one(*arguments, **options):
 def test_a_private_way_into_autograd_that_is_gone_or_has_changed_is_not_taken(found):
     assert engine._probed(found) is None
     assert engine._probed(graph._engine_run_backward) is graph._engine_run_backward
+
+
+class KeptApart:
+    unsharded_accumulated_grad: object = 1.0
+
+
+class KeptInParameter:
+    unsharded_accumulated_grad = property(lambda self: 1.0)
+
+
+@pytest.mark.parametrize(("kind", "left"), [(KeptApart, None), (KeptInParameter, 1.0)], ids=["2.13", "2.15"])
+def test_unreduced_gradients_are_forgotten_where_fsdp_keeps_them_apart(kind, left):
+    parameter = kind()
+    state = SimpleNamespace(_fsdp_param_groups=[SimpleNamespace(fsdp_params=[parameter])])
+    engine.forget_unreduced(SimpleNamespace(_get_fsdp_state=lambda: state))
+    assert parameter.unsharded_accumulated_grad == left
 
 
 @pytest.mark.parametrize("seed", range(12))

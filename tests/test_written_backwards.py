@@ -3,6 +3,7 @@ schedule splits backwards or not, and gradients are those of a loop of plain tor
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from optpipe_compiler.errors import RunFailed  # noqa: E402
 from runtime_torch import engine, split  # noqa: E402
+from runtime_torch.execution import StageExecution  # noqa: E402
 from tests.test_runtime_library import MICROBATCHES, alone, plan  # noqa: E402, F401
 from tests.test_unusual_layers import (  # noqa: E402
     WIDTH,
@@ -282,14 +284,24 @@ class Checkpointed(Written):
 class KeepsProducts(nn.Linear):
     """Checkpoints all but its products."""
 
+    said: ClassVar[dict[str, bool]] = {}
+
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
 
     def forward(self, x):
         kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
         return checkpoint(
-            lambda each: super(KeepsProducts, self).forward(each).tanh(), x, use_reentrant=False, context_fn=kept
+            lambda each: super(KeepsProducts, self).forward(each).tanh(),
+            x,
+            use_reentrant=False,
+            context_fn=kept,
+            **self.said,
         )
+
+
+class ShowsProducts(KeepsProducts):
+    said: ClassVar[dict[str, bool]] = {"respect_saved_tensors_hooks": True}
 
 
 @both
@@ -307,6 +319,17 @@ def test_a_checkpoint_that_torch_does_not_split_trains_as_in_a_loop_or_is_refuse
         return
     with pytest.raises(RunFailed, match=sentence):
         assert_trains_as_in_a_loop(layers, fused=False)
+
+
+def test_what_a_selective_checkpoint_keeps_counts_where_it_is_shown():
+    if "respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters:
+        pytest.skip("torch shows it since 2.14")
+    found = []
+    for make in (KeepsProducts, ShowsProducts):
+        stage = StageExecution([make()], 1, is_first=False, is_last=False, device="cpu")
+        stage.forward(0, torch.ones(2, WIDTH))
+        found.append(stage.saved_bytes(0))
+    assert found == [4 * 2 * WIDTH, 2 * 4 * 2 * WIDTH]  # the input, and the product
 
 
 @both

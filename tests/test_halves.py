@@ -206,6 +206,14 @@ def test_layers_that_differ_by_number_alone_are_shown_as_one():
     ]  # fmt: skip
 
 
+def test_layers_of_two_kinds_in_turn_are_shown_as_two():
+    kinds = {n: Layer(name=n, forward_ns=1, backward_input_ns=1, backward_weight_ns=1, saved_bytes=1) for n in "ab"}
+    other = structs.replace(kinds["b"], forward_ns=2)
+    layers = [kinds["a"], structs.replace(kinds["b"], count=2), kinds["a"], kinds["b"], other]
+    shown = [(index, layer.name, layer.count) for index, layer in alike(layers)]
+    assert shown == [(0, "a", 2), (1, "b", 3), (4, "b", 1)]
+
+
 def test_noise_of_a_kind_of_layer_is_named_once_and_counts_for_all_of_them():
     calm, loud = (Quantity(value=1000, source="measured", samples=9, spread=spread) for spread in (0, 600))
     costs = {"backward_input_ns": calm, "backward_weight_ns": calm, "saved_bytes": 1}

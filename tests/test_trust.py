@@ -130,6 +130,13 @@ def test_a_function_that_the_command_line_names_is_called_wherever_it_lies(proje
     assert import_function(builder)() == []
 
 
+@pytest.mark.parametrize("builder", ["mine.py:model", "nowhere:model", "mine:missing"])
+def test_what_the_command_line_names_and_cannot_be_called_is_refused_as_it_was_typed(project, builder):
+    user_functions.allow(builder)
+    with pytest.raises(BadInput, match=rf"^--model is '{builder}', expected an importable package\.module:function: "):
+        import_function(builder)
+
+
 def test_in_a_folder_of_installed_packages_nothing_is_the_projects(project, monkeypatch):
     monkeypatch.chdir(project.parent / "lib" / "site-packages")
     with pytest.raises(BadInput, match=r"installed\.py"):

@@ -349,12 +349,12 @@ class Profile(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def alike(layers: Sequence[Layer]) -> list[tuple[int, Layer]]:
-    """Return the records, those of equal costs whose names differ by numbers alone as one: `block.*.mlp`, with the
-    count of all, at the index of the first."""
-    found: dict[object, tuple[int, Layer]] = {}
+    """Return the records, those of equal costs whose names differ by numbers alone, if at all, as one: `block.*.mlp`,
+    with the count of all, at the index of the first."""
+    found: dict[Layer, tuple[int, Layer]] = {}
     for index, layer in enumerate(layers):
         name = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
-        kind = index if name == layer.name else structs.replace(layer, name=name, count=1)
+        kind = structs.replace(layer, name=name, count=1)
         if kind not in found:
             found[kind] = index, layer
         else:

@@ -39,6 +39,11 @@ def allow(function: str) -> None:
     _allowed.add(function)
 
 
+def origin(builder: str, source: str = "") -> str:
+    """Return where the name of a function stands: on the command line, or in the file that `source` names."""
+    return "--model" if builder in _allowed else f"{source}$.model.builder"
+
+
 def refuse_foreign(builder: str, source: str = "") -> None:
     """Raise BadInput if a file may not have `builder` called; imports nothing. `source` names the file."""
     if builder in OWN or builder in _allowed:
@@ -81,8 +86,8 @@ def _parts(builder: str, source: str) -> tuple[str, str]:
 
 
 def _expected(builder: str, source: str) -> str:
-    own = " or ".join(map(repr, OWN))
-    return f"{source}$.model.builder is {builder!r}, expected {own}, or an importable package.module:function"
+    own = "" if builder in _allowed else f"{' or '.join(map(repr, OWN))}, or "
+    return f"{origin(builder, source)} is {builder!r}, expected {own}an importable package.module:function"
 
 
 def _not_found(builder: str, source: str, error: ModuleNotFoundError) -> BadInput:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
-from optpipe_torch.models.user_functions import import_function
+from optpipe_torch.models.user_functions import import_function, origin
 from runtime_torch.bundles import Bundle, Made, needs_data, trace_bundles
 from runtime_torch.engine import is_compiled
 from runtime_torch.microbatch import inner_layer
@@ -217,7 +217,7 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _refused(model: Model, what: str) -> BadInput:
-    return BadInput(f"$.model.builder {model.builder!r}: {what}")
+    return BadInput(f"{origin(model.builder)} {model.builder!r}: {what}")
 
 
 def _type(found: object) -> str:

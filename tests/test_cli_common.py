@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from io import StringIO
 from pathlib import Path
 
@@ -97,6 +98,15 @@ def test_what_show_says_in_json_is_what_the_file_says(there, schedule):
     assert sum(one["share"] for one in said["idle"]) == pytest.approx(record.forecast.bubble_fraction)
     error = refused_in_json(there("show", "--json", "--device", "0"), 2)
     assert error["message"].startswith("--json has the whole schedule")
+
+
+def test_a_name_that_is_no_text_is_in_json_as_a_terminal_shows_it(there, schedule):
+    name = os.fsdecode(b"plan-\xff.json")
+    Path(name).write_text(schedule)
+    assert json.loads(there("show", name, "--json").out)["schedule"] == r"plan-\udcff.json"
+    made = there("profile", "uniform", "-o", name, "--json")
+    assert json.loads(made.out)["profile"] == r"plan-\udcff.json"
+    assert refused_in_json(there("show", name, "--json"), 2)["message"].startswith(r"plan-\udcff.json: $.format is ")
 
 
 def test_bounds_say_for_what_they_are(run):  # noqa: F811

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 from small_schedules import Shape, build, changed
@@ -14,7 +15,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.export import primus, torch_csv, torchtitan
+from optpipe_compiler.export import megatron, primus, torch_csv, torchtitan
 from optpipe_compiler.export.whole import memory_ops, without_memory_ops
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.peaks import peaks
@@ -202,17 +203,32 @@ def test_json_has_the_receive_buffers_that_the_text_names(export):
     assert "torch_receive_buffer_bytes" not in json.loads(export("kept.json", "--to", "primus", "--json").out)
 
 
+def on_stdout(kind: str, stdout: IO[bytes] | int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "optpipe_compiler.cli", "export", "kept.json", "--to", kind, "-o", "/dev/stdout"]
+    where = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=where, check=True)
+
+
 def test_a_file_on_stdout_is_alone_there(export):
-    done = subprocess.run(
-        [sys.executable, "-m", "optpipe_compiler.cli", "export", "kept.json", "--to", "torch-csv", "-o", "/dev/stdout"],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(Path(__file__).parent.parent)},
-        check=True,
-    )
+    done = on_stdout("torch-csv", subprocess.PIPE)
     assert done.stdout == torch_csv.render(check(ir.load("kept.json")))
     assert "wrote /dev/stdout" in done.stderr
     assert "fits" in done.stderr
+    assert (
+        on_stdout("megatron-layout", subprocess.PIPE).stdout
+        == megatron.render(check(ir.load("kept.json")), None) + "\n"
+    )
+
+
+def test_a_file_on_stdout_leaves_what_is_there_before_it(export):
+    for mode in ("wb", "ab"):
+        with Path("all.txt").open(mode) as file:
+            file.write(b"before\n")
+            file.flush()
+            on_stdout("torch-csv", file)
+            file.write(b"behind\n")
+    written = f"before\n{torch_csv.render(check(ir.load('kept.json')))}behind\n"
+    assert Path("all.txt").read_text() == 2 * written
 
 
 @pytest.mark.parametrize(

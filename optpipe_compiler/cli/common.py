@@ -301,13 +301,25 @@ def say_json(answer: Any) -> None:
 
     import msgspec
 
-    text = msgspec.json.encode(answer).decode()
+    try:
+        text = msgspec.json.encode(answer).decode()
+    except UnicodeEncodeError:  # names of files that are not UTF-8
+        text = msgspec.json.encode(_escaped(msgspec.to_builtins(answer))).decode()
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:  # a terminal that is not UTF-8
         text = json.dumps(json.loads(text), separators=(",", ":"))
     JSON.is_printed = True
     click.echo(printable(text))
+
+
+def _escaped(answer: Any) -> Any:
+    """Return the same with bytes of names that are no text as a terminal is shown them."""
+    if isinstance(answer, dict):
+        return {key: _escaped(value) for key, value in answer.items()}
+    if isinstance(answer, list | tuple):
+        return [_escaped(value) for value in answer]
+    return printable(answer) if isinstance(answer, str) else answer
 
 
 def plan_json(schedule: Schedule) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from optpipe_compiler.cli.common import (
     Output,
     check_outputs,
     console,
+    is_stdout,
     json_option,
     note,
     refuse_png,
@@ -74,7 +75,7 @@ def export(
     if tool is not None:
         _refuse_loss(checked.schedule, schedule_path, drop_memory_ops, FILES[tool])
     if kind == "megatron-layout":
-        files = {path: _layout(checked, profile_path, silent=as_json)}
+        files = {path: _layout(checked, profile_path, silent=as_json or is_stdout(path))}
     elif kind == "primus":
         from optpipe_compiler.documents import profile as profiles
         from optpipe_compiler.export import primus

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
-import msgspec
 
 from optpipe_compiler.cli.common import (
     PROFILE,
@@ -149,7 +148,7 @@ def _finish(
         note(f"optpipe: {line}")
     if as_json:
         about = {"profile": str(output), "name": record.name, "digest": record.digest(), "noisy": found}
-        click.echo(msgspec.json.encode(about))
+        say_json(about)
     else:
         console(stderr=is_stdout(output)).print(shown())
 

@@ -425,16 +425,31 @@ def check_writable(path: Path) -> None:
         raise BadInput(f"{path}: cannot be written: Permission denied")
 
 
+STANDARD = {"/dev/stdout": 1, "/dev/stderr": 2}
+"""Descriptors of files that are open, by name."""
+
+
+def _is_open(path: Path) -> int | None:
+    """Return the descriptor that a name such as /dev/stdout or /dev/fd/3 stands for; None: it is the name of a file."""
+    found = re.fullmatch(r"/(?:dev|proc/self)/fd/([0-9]{1,9})", str(path))
+    return int(found[1]) if found else STANDARD.get(str(path))
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` to a temporary name beside `path` and rename it, so that an interrupted write loses nothing.
 
-    A link is followed: what it leads to is replaced. What is special (/dev/stdout, a pipe) is written to, not replaced.
+    A link is followed: what it leads to is replaced. What is special (/dev/stdout, a pipe) is written to, not replaced;
+    what is open already, where it stands: opened once more, a file behind it would lose what it has.
     A new file has the permissions that the umask leaves, one that was there keeps its own.
     """
     data = content.encode() if isinstance(content, str) else content
     target = _target(path)
     temporary = target.with_name(f".optpipe-{secrets.token_hex(8)}")
     try:
+        if (number := _is_open(path)) is not None:
+            with os.fdopen(os.dup(number), "wb") as file:
+                file.write(data)
+            return
         if is_special(path):
             path.write_bytes(data)
             return

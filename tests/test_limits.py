@@ -98,6 +98,15 @@ def test_numbers_of_devices_and_microbatches_that_the_file_does_not_list_take_no
     assert isinstance(run("verify").exception, Rejected)
 
 
+@pytest.mark.parametrize("device", [2, 2**64])
+def test_a_stage_on_a_device_that_the_file_does_not_list_is_shown_as_rejected(device):
+    schedule = serial([0, 1], 2)
+    stages = [msgspec.structs.replace(schedule.stages[0], device=device), schedule.stages[1]]
+    Path("schedule.json").write_text(ir.to_text(ir.seal(msgspec.structs.replace(schedule, stages=stages))))
+    assert run("show").exit_code == run("report").exit_code == 0
+    assert isinstance(run("verify").exception, Rejected)
+
+
 def test_shapes_that_no_microbatch_has_take_no_memory():
     schedule = serial([0] * 1000, 1)
     units = ir.Units(tokens=1, cuts=[[0, 1]] * 50_000, shape_of=[0])

@@ -492,8 +492,12 @@ class Schedule(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def pipeline(self) -> list[int]:
-        """The devices in the order in which the pipeline first gets to them; those without a stage last."""
-        return list(dict.fromkeys([*(stage.device for stage in self.stages), *range(len(self.devices))]))
+        """The devices in the order in which the pipeline first gets to them; those without a stage last.
+
+        Files that `verify` rejects may have stages on others, too.
+        """
+        owners = [stage.device for stage in self.stages if stage.device < len(self.devices)]
+        return list(dict.fromkeys([*owners, *range(len(self.devices))]))
 
     def stages_of(self, device: int) -> list[Stage]:
         """Return the stages that a device owns, in model order."""

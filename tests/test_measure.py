@@ -496,6 +496,13 @@ KINDS = {
 
 
 @pytest.mark.runtime
+def test_a_model_of_images_that_nobody_said_a_length_of_has_one_token_for_each():
+    unsaid = structs.replace(OTHERS["images"], sequence_length=128)
+    profile = measure(replace(TINY, of=unsaid, as_its_data=True, samples=1), lambda what, part: None)
+    assert profile.model == OTHERS["images"]
+
+
+@pytest.mark.runtime
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_model_that_was_measured_is_planned_and_trained_under_its_promise(name):
     profile = measure(replace(TINY, of=OTHERS[name]), lambda what, part: None)

@@ -291,7 +291,7 @@ def test_a_bad_architecture_is_refused_by_path(change, message):
         models.build(msgspec.structs.replace(SMALL, builder="transformer", config=config))
 
 
-@pytest.mark.parametrize("builder", ["no.such.module:layers", "optpipe_test_user:missing", "json", "gtp", "", ":f"])
+@pytest.mark.parametrize("builder", ["no.such.module:layers", "optpipe_test_user:none", "json", "gtp", "", ":f"])
 def test_a_builder_that_cannot_be_imported_is_refused(user_model, builder):
     with pytest.raises(BadInput, match=r"expected 'gpt' or 'transformer', or an importable package\.module:function"):
         models.build(msgspec.structs.replace(user_model, builder=builder))
@@ -416,13 +416,25 @@ DATA = {
 }
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "length"),
+    [((3,), torch.int64, 3), ((), torch.int64, 1), ((3,), torch.float32, 1), ((3, 8, 8), torch.uint8, 1)],
+)
+def test_a_sample_of_the_users_data_is_as_long_as_its_tokens_or_one(user_model, monkeypatch, shape, dtype, length):
+    found = GOOD, lambda generator, samples: (torch.zeros(samples, *shape, dtype=dtype), torch.zeros(samples))
+    monkeypatch.setattr(sys.modules["optpipe_test_user"], "layers", lambda width: found)
+    assert models.as_long_as_its_data(user_model).sequence_length == length
+    monkeypatch.setattr(sys.modules["optpipe_test_user"], "layers", lambda width: GOOD)
+    assert models.as_long_as_its_data(user_model) == user_model
+
+
 @pytest.mark.parametrize("case", DATA)
 def test_what_a_users_function_must_not_return_is_named_in_one_sentence(user_model, monkeypatch, case):
     found, sentence = DATA[case]
     monkeypatch.setattr(sys.modules["optpipe_test_user"], "layers", lambda width: found)
     with pytest.raises(BadInput) as refused:
         [one.boundary for one in models.bundles(user_model)[1:]]
-    assert str(refused.value).startswith("$.model.builder 'optpipe_test_user:layers'")
+    assert str(refused.value).startswith("--model 'optpipe_test_user:layers': ")
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -61,7 +61,11 @@ FROM_RUN = Path("measured.json")
 @click.option("--layers", type=click.IntRange(min=1), help="Transformer blocks [default: 8].")
 @click.option("--hidden", type=click.IntRange(min=1), help="Model width [default: 256].")
 @click.option("--heads", type=click.IntRange(min=1), help="Attention heads [default: 4].")
-@click.option("--seq", type=click.IntRange(min=1), help="Sequence length of text [default: 128; estimated: 4096].")
+@click.option(
+    "--seq",
+    type=click.IntRange(min=1),
+    help="Sequence length [default: 128, or that of your own data; estimated: 4096].",
+)
 @click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples [default: 4; estimated: 1].")
 @click.option(
     "--model",
@@ -221,7 +225,13 @@ def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> Non
     if model.dtype not in ("fp32", "bf16"):
         raise BadInput(f"--dtype is {model.dtype}, expected fp32 or bf16 where there is no --gpu")
     samples = given.get("samples", MEASURED["samples"])
-    options = MeasureOptions(device=given.get("device"), devices=given.get("devices"), of=model, samples=samples)
+    options = MeasureOptions(
+        device=given.get("device"),
+        devices=given.get("devices"),
+        of=model,
+        as_its_data="seq" not in given,
+        samples=samples,
+    )
     _run_measure(output, options, told, as_json=as_json)
 
 

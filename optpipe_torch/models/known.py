@@ -168,6 +168,17 @@ def batches(model: Model, data: bytes) -> Callable[[torch.Generator, int], Drawn
     return windows
 
 
+def as_long_as_its_data(model: Model) -> Model:
+    """Return a model of a user's own data with the length of these: of tokens, whole numbers of (samples, sequence),
+    the second dimension of the first input, else 1, so that a sample counts for one token. Others as they are."""
+    if model.builder in OWN or (user := _user(model)).batch is None:
+        return model
+    generator = torch.Generator().manual_seed(model.seed)
+    (first, *_), _ = user_model.draw(model, user, _dtype(model), generator, model.microbatch_size)
+    is_tokens = first.dim() == 2 and not (first.is_floating_point() or first.is_complex())
+    return msgspec.structs.replace(model, sequence_length=max(1, first.shape[1]) if is_tokens else 1)
+
+
 def batch(model: Model, data: bytes, generator: torch.Generator, microbatches: int) -> tuple[Tensor, Tensor]:
     """Draw random windows of `data` as inputs and next-byte targets, int64 of (microbatches * batch, sequence)."""
     length = model.sequence_length

@@ -66,11 +66,20 @@ class Asked:
             raise BadInput(f"{self.said}, expected at most the model's {counted(layers, 'layer')}")
 
 
+@dataclass(frozen=True)
+class Measuring:
+    """What is measured, and how often."""
+
+    model: Model
+    samples: int
+    as_its_data: bool = False
+    """Whether a model of a user's own data is as long as these."""
+
+
 def find(
     place: Place,
     asked: Asked,
-    model: Model,
-    samples: int,
+    how: Measuring,
     say: Callable[[str, float], None],
     *,
     cores: Sequence[int],
@@ -84,22 +93,22 @@ def find(
     if cores:
         os.sched_setaffinity(0, cores)
     with _joined(place, on_gpu=on_gpu) as timer:
-        return _find(timer, place, asked, model, samples, say)
+        return _find(timer, place, asked, how, say)
 
 
 def find_in_group(
-    place: Place, model: Model, samples: int, say: Callable[[str, float], None], *, on_gpu: bool
+    place: Place, how: Measuring, say: Callable[[str, float], None], *, on_gpu: bool
 ) -> list[Findings] | None:
     """Measure as one rank of a group that torchrun started, messages between all neighbours; all findings on rank 0."""
     with _joined(place, on_gpu=on_gpu) as timer:
         asked = Asked(place.world, f"torchrun started {counted(place.world, 'rank')}")
-        mine = _find(timer, place, asked, model, samples, say)
+        mine = _find(timer, place, asked, how, say)
         for first in (0, 1):  # 0-1, 2-3, ..., then 1-2, 3-4, ...
             peer = ((place.rank + first) ^ 1) - first
             dist.barrier()
             if 0 <= peer < place.world:
                 mine.messages_with[peer] = time_messages(
-                    timer, place.rank, peer, mine.messages.large_bytes, 5 * samples
+                    timer, place.rank, peer, mine.messages.large_bytes, 5 * how.samples
                 )
         findings = [mine] * place.world if place.rank == 0 else None
         dist.gather_object(mine, findings)
@@ -130,9 +139,10 @@ def _timer(gpu: int | None) -> Timer:
     return CudaTimer(gpu)
 
 
-def _find(
-    timer: Timer, place: Place, asked: Asked, model: Model, samples: int, say: Callable[[str, float], None]
-) -> Findings:
+def _find(timer: Timer, place: Place, asked: Asked, how: Measuring, say: Callable[[str, float], None]) -> Findings:
+    model, samples = how.model, how.samples
+    if how.as_its_data:
+        model = models.as_long_as_its_data(model)
     names = models.layer_names(model)
     asked.check(len(names))
     ties = models.tied_layers(model)
@@ -189,6 +199,7 @@ def _find(
         host_memory_bytes=available_memory(),
         sliced=sliced_times,
         ties=ties,
+        sequence_length=model.sequence_length,
     )
 
 

@@ -40,6 +40,8 @@ class MeasureOptions:
     """None: GPUs where `run` trains on them, which is where there is one for each device."""
     of: Model | None = None
     """The model; None: a GPT over bytes of the sizes below."""
+    as_its_data: bool = False
+    """Whether a model of a user's own data is as long as these, whatever it says."""
     layers: int = 8
     """Blocks, beside the embedding and the head."""
     hidden: int = 256
@@ -98,7 +100,7 @@ def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float]
     others. Raise as `measure` does.
     """
     _need_torch()
-    from optpipe_torch.profiler.child import find_in_group
+    from optpipe_torch.profiler.child import Measuring, find_in_group
 
     allow(options.model().builder)
 
@@ -111,7 +113,8 @@ def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float]
     here = ranks_here(group.world)
     on_gpus = _on_gpus(options, gpu_count(), processes=here, least=here)
     say = on_progress if group.rank == 0 else lambda what, part: None
-    findings = find_in_group(group, options.model(), options.samples, say, on_gpu=on_gpus)
+    how = Measuring(options.model(), options.samples, as_its_data=options.as_its_data)
+    findings = find_in_group(group, how, say, on_gpu=on_gpus)
     return None if findings is None else assemble(options.model(), group.world, findings, here)
 
 
@@ -182,7 +185,7 @@ def _measure(line: Connection, rank: int, layout: Arrangement, options: MeasureO
     """Measure in a process of its own: send (what, part that is done) meanwhile, then the findings or an error."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from optpipe_torch.profiler.child import Asked, find
+    from optpipe_torch.profiler.child import Asked, Measuring, find
 
     def say(what: str, part: float) -> None:
         if rank == 0:
@@ -194,7 +197,8 @@ def _measure(line: Connection, rank: int, layout: Arrangement, options: MeasureO
     asked = Asked(layout.devices, f"--devices is {layout.devices}{by_default}")
     cores, on_gpu = layout.cores[rank], layout.on_gpus
     try:
-        found = find(place, asked, options.model(), options.samples, say, cores=cores, on_gpu=on_gpu)
+        how = Measuring(options.model(), options.samples, as_its_data=options.as_its_data)
+        found = find(place, asked, how, say, cores=cores, on_gpu=on_gpu)
         line.send(found)
     except OptPipeError as error:
         line.send(error)

@@ -196,6 +196,8 @@ class Findings:
     """Of each layer: the name of its tie and the bytes of the tied parameter; empty: there are no ties."""
     sliced: dict[str, Samples] = field(default_factory=dict)
     """By kind of layer that can be sliced: samples of each op of each slice (`sample_name`)."""
+    sequence_length: int | None = None
+    """Of the user's own data, where these were asked for it."""
     host_link: str | None = None
     """Equal for devices that share the way to their host; None: not known who does."""
     host_memory_bytes: int = 0
@@ -209,6 +211,7 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
     others, too, and called estimated where it says something about them together: links and messages.
     """
     first, here = findings[0], per_host or devices
+    model = structs.replace(model, sequence_length=first.sequence_length or model.sequence_length)
     overhead = _overhead(findings)
     layers: list[Layer] = []
     ties = first.ties or [None] * len(first.names)

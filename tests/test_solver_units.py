@@ -97,6 +97,16 @@ def test_slices_ascend_in_forwards_and_descend_in_backwards():
         assert reached[1 if is_ascending else 0] is None
 
 
+def test_a_slice_that_is_not_recomputed_does_not_hold_up_the_recomputation_of_an_earlier_one():
+    one = sliced(4.0, 2, (32_768,), devices=1)
+
+    def again_at_once(a):
+        over = a[0, 0].again + one.at(0, 0).recompute
+        return [a[0, 0].recompute == 1, a[0, 1].keep == 1, over <= a[0, 1].forward]
+
+    assert plans.best(one, again_at_once) is not None
+
+
 def _earlier(a, name, *, first):
     return getattr(a[0, first], name) < getattr(a[0, 1 - first], name)
 

@@ -46,7 +46,9 @@ def _data(model: cp_model.CpModel, problem: Problem, v: Variables, s: int, m: in
     model.add_implication(a.back_alone, a.offload)
     model.add(a.back >= a.away_end).only_enforce_if(a.offload)
     model.add(a.backward >= a.back_end).only_enforce_if(a.offload)
-    model.add(a.again >= a.forward + stage.forward)
+    again = model.add(a.again >= a.forward + stage.forward)
+    if problem.slices > 1:  # later slices come back first: one that is not recomputed must not hold up earlier ones
+        again.only_enforce_if(a.recompute)
     model.add(a.backward >= a.again + stage.recompute).only_enforce_if(a.recompute)
 
 

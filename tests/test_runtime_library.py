@@ -598,7 +598,8 @@ def test_compiled_layers_have_the_gradients_of_others(alone, make, fused):
     for layer in inner:
         layer.compile(backend="aot_eager")
     is_compiled = "CompiledFunction" in type(inner[0](torch.ones(1, HIDDEN)).grad_fn).__name__
-    assert is_compiled or make is eager_pieces  # which torch 2.15 compiles, too
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert is_compiled == (make is Normed or release >= (2, 15))
     tokens = torch.randint(16, (2 * MICROBATCHES, LENGTH))
     schedule = plan((0, 0), fused=fused)
     stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2])

@@ -301,8 +301,7 @@ class LocalSearch:
         first = [(n, one) for n, one in enumerate(self.instances) if one.reorders is None]
         pairs = [(n, name) for n, one in first for name in one.names(self.problems[n])]
         pairs = [(n, name) for n, name in pairs if name.startswith(START) or name in self._widened.get(n, {name: []})]
-        pairs.sort(key=lambda pair: not pair[1].startswith((START, "modulo")))
-        found = sorted(self._screens(pool, pairs), key=_by_value)
+        found = sorted(self._screens(pool, in_order(pairs, self.instances)), key=_by_value)
         again = {one.reorders: n for n, one in enumerate(self.instances) if one.reorders is not None}
         best = [one.best for one in _varied(found, self._most) if one.best.instance in again]
         others = self._screens(pool, [(again[one.instance], one.wish) for one in best])
@@ -427,6 +426,15 @@ class LocalSearch:
         if climber.best.value < self._best:
             self._best = climber.best.value
             self._found.put(climber.best)
+
+
+def in_order(pairs: Sequence[tuple[int, str]], instances: Sequence[SearchedProblem]) -> list[tuple[int, str]]:
+    """Return pairs of instance and wish in the order in which they are run, as far as there is time: those of earlier
+    schedules, then all of the placement with the lowest bound, and so on.
+
+    When half of them were run, the best of all is among them in all of 57 cases (docs/ABLATION.md).
+    """
+    return sorted(pairs, key=lambda pair: (not pair[1].startswith(START), instances[pair[0]].bound))
 
 
 def _by_value(one: _Climber) -> tuple[int, int, str]:

@@ -47,7 +47,7 @@ def _data(model: cp_model.CpModel, problem: Problem, v: Variables, s: int, m: in
     model.add(a.back >= a.away_end).only_enforce_if(a.offload)
     model.add(a.backward >= a.back_end).only_enforce_if(a.offload)
     again = model.add(a.again >= a.forward + stage.forward)
-    if problem.slices > 1:  # later slices come back first: one that is not recomputed must not hold up earlier ones
+    if problem.slices > 1:  # `_in_order` says when one that is not recomputed would be
         again.only_enforce_if(a.recompute)
     model.add(a.backward >= a.again + stage.recompute).only_enforce_if(a.recompute)
 
@@ -78,6 +78,8 @@ def _in_order(model: cp_model.CpModel, problem: Problem, v: Variables, s: int, m
     if other is not None:
         model.add(a.back >= other.back)
         model.add(a.again >= other.again)
+    if problem.slices > 1:  # later slices come back first: one that is not recomputed holds up no earlier one
+        model.add(a.again == (0 if other is None else other.again)).only_enforce_if(~a.recompute)
 
 
 def _compute_lanes(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:

@@ -64,7 +64,7 @@ def of_activation(schedule: Schedule, s: int, m: int, before: dict[str, int]) ->
     away, back = start(Kind.D, forward_end, "away"), start(Kind.H, 0, "back")
     away_alone = stage.offload_alone < stage.offload and offload and schedule.is_alone(Task(Kind.D, s, m))
     back_alone = stage.reload_alone < stage.reload and offload and schedule.is_alone(Task(Kind.H, s, m))
-    again = start(Kind.R, forward_end, "again")
+    again = start(Kind.R, forward_end if schedule.problem.slices == 1 else 0, "again")
     return {
         "forward": starts[forward],
         "backward": starts[backward],

@@ -4,8 +4,8 @@ Every wished order is run with each first treatment of activations, and the best
 The table says of each order and treatment in how many cases it is among those, and in how many it is the best of all.
 An order or treatment that is in none could be left out without a change.
 
-With `--order` it says how much worse the best pair of the first ones is than the best of all, for parts of the pairs as
-they come: where time is short, only so many are run.
+With `--order` it says how much worse the best pair of the first ones is than the best of all, for parts of the pairs:
+where time is short, only so many are run. In the order of `bounds`, as they come, or with `steady` states first.
 """
 
 from __future__ import annotations
@@ -71,24 +71,32 @@ PARTS = (0.1, 0.2, 0.3, 0.5, 0.75)
 """Of all pairs."""
 
 
-def worse(case: Case) -> list[float]:
+def steady_first(pairs: Sequence[tuple[int, str]], _: object) -> list[tuple[int, str]]:
+    """Return them with steady states first, whatever the placement: an order to compare with."""
+    return sorted(pairs, key=lambda pair: not pair[1].startswith("modulo"))
+
+
+ORDERS = {"bounds": in_order, "steady": steady_first}
+
+
+def worse(case: Case, order: str) -> list[float]:
     """Return by how much the best of the first pairs is worse than the best of all, for each of `PARTS`; infinity where
     there is none."""
     alone = Alone(case, 0.0)
     reached = {(one.best.instance, one.best.wish): one.best.value for one in alone.climbers}
     numbers = [n for n, (layout, _) in enumerate(alone.placed) if layout.order is None]  # others are run behind them
     listed = [(n, name) for n in numbers for name in alone.instances[n].names(shortened(alone.instances[n].problem))]
-    found = [reached.get(pair, math.inf) for pair in in_order(listed, alone.instances)]
+    found = [reached.get(pair, math.inf) for pair in ORDERS[order](listed, alone.instances)]
     best = min(found)
     return [min(found[: max(1, round(part * len(found)))]) / best - 1 for part in PARTS]
 
 
-def print_order(chosen: Sequence[Case]) -> None:
+def print_order(chosen: Sequence[Case], order: str) -> None:
     """Print a table of `worse`."""
     print("| case | " + " | ".join(f"{part:.0%}" for part in PARTS) + " |\n" + "|---" * (1 + len(PARTS)) + "|")
     rows = []
     for case in chosen:
-        rows.append(worse(case))
+        rows.append(worse(case, order))
         print(f"| {case.name} | " + " | ".join(f"{one:.2%}" for one in rows[-1]) + " |", flush=True)
     there = [f"{sum(one == 0 for one in column)} of {len(chosen)}" for column in zip(*rows, strict=True)]
     print(f"| the best is there | {' | '.join(there)} |")
@@ -97,11 +105,11 @@ def print_order(chosen: Sequence[Case]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=["*"], help="names, with * and ?")
-    parser.add_argument("--order", action="store_true", help="how good the first pairs are")
+    parser.add_argument("--order", choices=[*ORDERS], help="say how good the first pairs are, in this order")
     options = parser.parse_args()
     chosen = [case for case in (*cases(), *FUSED.cases, *FEW_AND_MANY) if is_named(case.name, options.cases)]
-    if options.order:
-        print_order(chosen)
+    if options.order is not None:
+        print_order(chosen, options.order)
         return
     climbing: list[Counter[str]] = [Counter(), Counter(), Counter()]
     best: list[Counter[str]] = [Counter(), Counter(), Counter()]

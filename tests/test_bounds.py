@@ -78,6 +78,14 @@ def test_bounds_hold_with_several_stages_per_device(one):
         assert not is_reached(one, best_bound(one, objective).ticks - 1, objective)
 
 
+@RANDOM
+@given(one=problems(devices=2, stages=4, microbatches=4, ticks=9), more=st.integers(1, 6))
+def test_more_memory_leaves_no_more_to_be_lost_at_the_ends(one, more):
+    wider = replace(one, budget=tuple(budget + more for budget in one.budget))
+    assume(min(one.budget) > 0)
+    assert fill_and_drain(wider) <= fill_and_drain(one)
+
+
 def test_the_busiest_devices_work_bounds_the_span_and_is_reached_on_one_device():
     one = problem(1, 4, 100)
     assert device_work(one) == 4 * 30 == optimum(one, "span") == optimum(one)

@@ -244,6 +244,20 @@ def test_a_bound_of_a_relaxed_instance_holds_for_the_instance_and_for_restricted
     assert saved(found, "no offload").at_most == 0
 
 
+def test_where_changes_choose_the_slices_a_bound_holds_for_its_own_instance_alone(schedule):
+    value = schedule.forecast.makespan_ns
+    asked = [
+        replace(each, instance=replace(each.instance, options=replace(each.instance.options, slices="auto")))
+        for each in listed(schedule, instance(schedule_costs(schedule)))
+    ]
+    high = {"memory +50%", "messages x 0"}
+    found = [Planned("feasible", value, value if each.text in high else value // 2) for each in asked]
+    explanation = summed_up(schedule, asked, found)
+    assert explanation.bound_ns == max(schedule.forecast.lower_bound_ns, value // 2)
+    assert [saved(explanation, f"memory +{n}%").at_most for n in (10, 25, 50)] == [pytest.approx(0.5, 0.01)] * 2 + [0]
+    assert saved(explanation, "no offload").at_most == pytest.approx(0.5, 0.01)
+
+
 def test_savings_are_measured_against_the_best_known_of_the_unchanged_instance(schedule):
     found = answered(schedule, nothing=better(schedule, 10), **{"memory_+100%": better(schedule, 19)})
     assert found.best_ns == schedule.forecast.makespan_ns * 90 // 100

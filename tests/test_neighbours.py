@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from optpipe_compiler.compiler import Options, layouts, settled
+from optpipe_compiler.compiler import Options, instances, layouts, lower_bound, settled
+from optpipe_compiler.model import bounds
 from optpipe_compiler.model.neighbours import joined, runs
 from optpipe_compiler.model.placement import in_runs, layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, build
@@ -80,14 +82,36 @@ def test_what_one_device_recomputes_layer_by_layer_is_a_baseline():
 def test_a_layer_at_a_time_needs_less_memory_than_a_whole_stage():
     """With every layer recomputed right before its backward, one whole layer is there at a time and not all four."""
     profile = uniform(2, 4, **TIGHT)
-    found = layouts(profile, settled(profile, Options(mem_bytes=GB // 2)))
-    assert any(len(one.device_of) == 8 for one in found if one.name == "linear")
-    roomy = layouts(profile, settled(profile, Options(mem_bytes=9 * GB)))
-    assert not any(len(one.device_of) == 8 for one in roomy if one.name == "linear")
+    found = instances(profile, settled(profile, Options(mem_bytes=GB // 2)))
+    assert any(len(one.device_of) == 8 for one, _ in found if one.name == "linear")
+    roomy = instances(profile, settled(profile, Options(mem_bytes=9 * GB)))
+    assert not any(len(one.device_of) == 8 for one, _ in roomy if one.name == "linear")
     result = quick(profile, GB // 2, microbatches=4, placement="linear", offload=False)
     assert verify(result.schedule, profile) == []
     assert len(result.schedule.stages) == 8
     assert {op.name for op in result.schedule.devices[0].compute} & {"send_gradient", "recv_activation"} == set()
+
+
+@pytest.mark.parametrize(("placement", "p2p_ms"), [("linear", 0.0), ("auto", 0.0), ("auto", 4.0)])
+def test_where_they_are_not_searched_bounds_are_those_of_smaller_caps_all_the_same(placement, p2p_ms):
+    """Plans and bounds go from cap to cap, in `sweep` and `explain`, so that no bound may exclude what is searched."""
+    profile = uniform(3, 4, **TIGHT, p2p_ms=p2p_ms)
+    below = next(
+        one.below_bytes
+        for one in layouts(profile, settled(profile, Options(mem_bytes=GB, placement=placement)))
+        if one.below_bytes is not None
+    )
+    caps = (below - 1, below, 4 * below)
+    options = [settled(profile, Options(mem_bytes=cap, microbatches=6, placement=placement)) for cap in caps]
+    few, *many = ([one for one, _ in instances(profile, each)] for each in options)
+    lowest = [lower_bound(profile, each).ns for each in options]
+    assert lowest == sorted(lowest, reverse=True)
+    fine = [one for one in few if one.below_bytes is not None and not one.selective]
+    assert fine
+    for cap, each in zip(caps[1:], many, strict=True):
+        problems = [build(profile, one, 6, Caps(cap, None), Freedom()) for one in fine]
+        assert bounds.lowest(problems, "makespan").ticks >= lower_bound(profile, options[caps.index(cap)]).ns
+        assert placement == "linear" or p2p_ms or fine[0] not in each, "it would lower no bound"
 
 
 def test_a_device_of_many_layers_runs_them_in_as_many_runs_as_may_be_stages():

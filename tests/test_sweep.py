@@ -117,6 +117,15 @@ def test_a_bound_of_a_larger_cap_holds_for_smaller_ones_and_may_prove_them_optim
     assert [p.outcome for p in found] == ["optimal", "optimal", "feasible"]
 
 
+def test_where_caps_choose_the_slices_a_bound_holds_for_its_own_cap_alone():
+    points = [point(1, 100, bound=80), point(2, 130, bound=110), point(3, 120, bound=115)]
+    found = frontier(points, carries_bounds=False)
+    assert [p.makespan_ns // 10**6 for p in found] == [100] * 3
+    assert [p.lower_bound_ns // 10**6 for p in found] == [80] * 3, "the plan of the first cap beats the others' bounds"
+    assert {p.outcome for p in found} == {"feasible"}
+    assert frontier(found, carries_bounds=False) == found
+
+
 def test_nothing_crosses_from_one_line_to_another():
     found = frontier([point(1, 50, microbatches=5), point(2, 100), point(2, 70, devices=4)])
     assert all(p.carried_from_bytes is None for p in found)

@@ -41,6 +41,7 @@ class Bound:
     ticks: int
 
 
+@lru_cache(256)
 def best(problem: Problem, objective: str) -> Bound:
     """Return the largest of all bounds for the objective (`makespan` or `span`)."""
     return max(starmap(Bound, by_name(problem, objective).items()), key=lambda bound: bound.ticks)
@@ -346,18 +347,22 @@ def _lost(problem: Problem, ends: list[_Ends]) -> Fraction:
     drained = _filled([(end.kept_backwards, end.backwards) for end in ends], _moved(link_drain, reloads))
     fill = max(Fraction(0), sum(end.fill for end in ends) - filled)
     drain = max(Fraction(0), sum(end.drain for end in ends) - drained)
-    if not all(end.are_apart for end in ends):
-        fill, drain = (fill, Fraction(0)) if fill >= drain else (Fraction(0), drain)
     tails = sum(end.tail for end in ends)
     rates = max(e.forwards_per_recompute for e in ends), max(e.backwards_per_recompute for e in ends)
 
-    def lost(recomputed: Fraction) -> Fraction:
-        at_start, at_end = (part - rate * recomputed for part, rate in zip((fill, drain), rates, strict=True))
-        return recomputed + max(Fraction(0), at_start) + max(tails, at_end)
+    def least(fill: Fraction, drain: Fraction) -> Fraction:
+        """Return what is lost with the best number of recomputations."""
 
-    parts = zip((fill, max(Fraction(0), drain - tails)), rates, strict=True)
-    turning = [Fraction(0)] + [part / rate for part, rate in parts if rate]
-    return heads + min(map(lost, turning))
+        def lost(recomputed: Fraction) -> Fraction:
+            at_start, at_end = (part - rate * recomputed for part, rate in zip((fill, drain), rates, strict=True))
+            return recomputed + max(Fraction(0), at_start) + max(tails, at_end)
+
+        parts = zip((fill, max(Fraction(0), drain - tails)), rates, strict=True)
+        return min(map(lost, [Fraction(0)] + [part / rate for part, rate in parts if rate]))
+
+    if all(end.are_apart for end in ends):
+        return heads + least(fill, drain)
+    return heads + max(least(fill, Fraction(0)), least(Fraction(0), drain))
 
 
 def _filled(devices: list[tuple[Fraction, int]], moved: Fraction) -> Fraction:

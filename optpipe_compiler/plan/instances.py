@@ -67,13 +67,14 @@ def layouts(profile: Profile, options: Settled) -> list[Layout]:
         saved = [value_of(layer.saved_bytes) for layer in profile.expanded_layers()]
         first = lighter([one for one in found if one.device_of == found[0].device_of], profile)
         below = most_bytes(profile, first, most)
-        if first.stages < first.cuts[-1] and options.mem_bytes < below:
-            # some device may not hold all of one microbatch: recompute, offload and backward go on layer by layer, or
-            # by runs of layers, each of which is a stage
+        if first.stages < first.cuts[-1]:
+            # where some device may not hold all of one microbatch, recompute, offload and backward go on layer by
+            # layer, or by runs of layers, each of which is a stage
             found.append(replace(in_runs(first, saved, MOST_NEIGHBOURS), below_bytes=below))
     found += [tied for one in even if (tied := with_ties(profile, one)) is not None]
     if options.method is None and options.recompute:
-        found += list(selectively(profile, found, options.mem_bytes, most))
+        searched = [one for one in found if one.is_searched(options.mem_bytes)]
+        found += list(selectively(profile, searched, options.mem_bytes, most))
     elif options.method in METHODS and METHODS[options.method].is_selective:
         found += list(selectively(profile, found, 0))
     return found
@@ -127,6 +128,7 @@ def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]
     shares = ((one, p.slicing, link_share(p)) for one, p in whole)
     parts = [(one, made(one, share, slicing)) for one, slicing, share in shares if share < 1]
     found = whole + [(one, p) for one, p in parts if any(stage.staying_layers for stage in p.stages)]
+    found = _needed(found, options)
 
     def like(one: Layout, share: float, slicing: Slicing | None) -> Problem | None:
         if options.keep is not None and not seeds.is_placed(one, options.keep.schedule):
@@ -141,6 +143,18 @@ def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]
         return made(one, share, slicing)
 
     return found + list(seeds.added(options.seeds + options.kept, profile, options.microbatches, found, like))
+
+
+def _needed(found: list[tuple[Layout, Problem]], options: Settled) -> list[tuple[Layout, Problem]]:
+    """Leave out what is for smaller caps, unless its bound is below all others.
+
+    So no larger cap has a higher bound: it holds for what smaller ones search, too, and for plans that come from there.
+    """
+    needed = [each for each in found if each[0].is_searched(options.mem_bytes)]
+    if needed == found:
+        return found
+    lowest = bounds.lowest([problem for _, problem in needed], options.objective)
+    return [each for each in found if each in needed or bounds.best(each[1], options.objective).ticks < lowest.ticks]
 
 
 def in_time(found: list[tuple[Layout, Problem]], options: Settled) -> list[tuple[Layout, Problem]]:

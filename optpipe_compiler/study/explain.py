@@ -151,7 +151,8 @@ def summed_up(schedule: ir.Schedule, asked: Sequence[Variation], found: Sequence
     """Set the answers against the schedule. What is valid or proven in one instance is carried to those it holds for.
 
     A schedule of a restricted instance is one of the instance itself, and that one of every relaxed instance; bounds
-    hold the other way round. Larger caps relax smaller ones.
+    hold the other way round, but not where each instance chooses its own numbers of slices. Larger caps relax smaller
+    ones.
     """
     forecast = schedule.forecast
     value = forecast.value_ns
@@ -159,7 +160,8 @@ def summed_up(schedule: ir.Schedule, asked: Sequence[Variation], found: Sequence
     cap = schedule.setup.cap_bytes
     inner = [one.value_ns for each, one in zip(asked, found, strict=True) if _is_inner(each, one, cap)]
     best = min([value, *(reached for reached in inner if reached is not None)])
-    outer = [one.bound_ns for one, effect in zip(found, effects, strict=True) if effect in ("same", "relaxed")]
+    wider = ("same",) if asked[0].instance.options.slices == "auto" else ("same", "relaxed")
+    outer = [one.bound_ns for one, effect in zip(found, effects, strict=True) if effect in wider]
     bound = min(best, max([forecast.lower_bound_ns, *outer]))
     found = _carried(asked, found, best, bound)
     each = best / _work(asked[0])
@@ -193,7 +195,7 @@ def _carried(asked: Sequence[Variation], found: Sequence[Planned], best: int, bo
     for number, variation in enumerate(asked):
         if variation.effect == "relaxed":
             result[number] = _at_least_as_good(result[number], best)
-        elif variation.effect == "restricted":
+        elif variation.effect == "restricted" and variation.instance.options.slices != "auto":
             result[number] = replace(result[number], bound_ns=max(bound, result[number].bound_ns))
     memory = [number for number, variation in enumerate(asked) if variation.family == "memory"]
     for smaller, larger in reversed(list(pairwise(memory))):  # a plan may need less than its cap
@@ -202,7 +204,7 @@ def _carried(asked: Sequence[Variation], found: Sequence[Planned], best: int, bo
             result[smaller] = _at_least_as_good(result[smaller], value, peak)
     for smaller, larger in pairwise(memory):
         result[larger] = _at_least_as_good(result[larger], result[smaller].value_ns or best)
-    for smaller, larger in reversed(list(pairwise(memory))):
+    for smaller, larger in reversed(list(pairwise(memory))) if asked[0].instance.options.slices != "auto" else ():
         higher = max(result[smaller].bound_ns, result[larger].bound_ns)
         result[smaller] = replace(result[smaller], bound_ns=higher)
     return result

@@ -1,8 +1,9 @@
 """Throughput against memory: the points of a sweep, what follows from one for another, and what they answer.
 
-A schedule is one for every cap that holds its peak, and no schedule within a cap beats the bound of a larger one. So
-along one line (GPU, devices and microbatches fixed) values never grow with the cap, and bounds never do either. An
-answer is decided where the bounds exclude every other one.
+A schedule is one for every cap that holds its peak, and no schedule within a cap beats the bound of a larger one, if
+that looks at no fewer placements and slices (with `--slices auto` it may). So along one line (GPU, devices and
+microbatches fixed) values never grow with the cap, and bounds never do either. An answer is decided where the bounds
+exclude every other one.
 """
 
 from __future__ import annotations
@@ -71,18 +72,25 @@ def lines(points: Iterable[Point]) -> list[list[Point]]:
     return groups(points, lambda point: (point.devices, point.microbatches))
 
 
-def frontier(points: Iterable[Point]) -> list[Point]:
-    """Return all points, line by line, with schedules carried to larger caps and bounds to smaller ones."""
+def frontier(points: Iterable[Point], *, carries_bounds: bool = True) -> list[Point]:
+    """Return all points, line by line, with schedules carried to larger caps and bounds to smaller ones.
+
+    Where caps choose what is searched (`--slices auto`) bounds are not carried, and that of a schedule from another cap
+    is the lower of both caps'.
+    """
     result: list[Point] = []
     for line in lines(points):
         carried: list[Point] = []
         for index, point in enumerate(line):
             leaner = [p for p in line[index + 1 :] if p.peak_bytes is not None and p.peak_bytes <= point.mem_bytes]
             for other in [*carried[-1:], *sorted(leaner, key=lambda p: p.makespan_ns or 0)[:1]]:
-                point = _carried(point, other)
+                before, point = point, _carried(point, other)
+                if point is not before and not carries_bounds:
+                    lower = min(before.lower_bound_ns, other.lower_bound_ns)
+                    point = msgspec.structs.replace(point, lower_bound_ns=lower)
             carried.append(point)
         bound = 0
-        for index in range(len(carried) - 1, -1, -1):
+        for index in range(len(carried) - 1, -1, -1) if carries_bounds else ():
             bound = max(bound, carried[index].lower_bound_ns)
             carried[index] = _bounded(carried[index], bound)
         result += carried

@@ -201,7 +201,7 @@ def run(
     for instance, planned in (pool or answers)(plan, _seeded(instances, best), jobs):
         best.setdefault(_line(instance), []).append(planned)
         new = _point(instance, planned)
-        points = frontier([*sweep.points, new])
+        points = frontier([*sweep.points, new], carries_bounds=instance.options.slices != "auto")
         sweep = msgspec.structs.replace(sweep, points=points)
         if path is not None:
             write_atomically(path, canonical(sweep))

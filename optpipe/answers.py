@@ -78,7 +78,7 @@ class Comparison:
 
 def explained(checked: ir.Checked, costs: Profile | None, time_limit: float, jobs: int, *, cached: bool) -> Explanation:
     """Return what binds in a plan."""
-    instance = _explain.instance_of(checked.schedule, _given(costs, "explain"), "the plan", time_limit)
+    instance = _explain.instance_of(checked, _given(costs, "explain"), "the plan", time_limit)
     instance = replace(instance, cached=cached)
     return Explanation(_explain.explain(checked, instance, jobs, pool=pool_for(jobs)))
 

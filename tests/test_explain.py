@@ -113,7 +113,7 @@ def test_a_head_of_less_than_a_block_is_asked_about_in_parts_and_one_in_parts_is
 def test_a_head_in_parts_saves_what_it_costs_to_wait_for_it(here):
     heavy = uniform(4, 2, head_ms=(2, 2, 2))
     checked = compiler.compile_schedule(heavy, compiler.Options(mem_bytes=4 * GB, microbatches=16, time_limit_s=2.0))
-    explained = study.explain(checked.checked, instance_of(checked.schedule, heavy, "plan", 0.5), 1)
+    explained = study.explain(checked.checked, instance_of(checked.checked, heavy, "plan", 0.5), 1)
     head = next(one for one in explained.what_ifs if one.family == "head")
     assert head.found is not None
     assert head.found > 0.2
@@ -438,18 +438,36 @@ def test_an_interruption_returns_what_is_planned_by_then(run, here, schedule, mo
 
 
 def test_the_options_of_the_schedule_are_kept(schedule):
-    spanning = quick(COSTS, 2 * GB, objective="span", placement="v", split=False, seed=3).schedule
-    options = instance_of(spanning, COSTS, "s", 1.5).options
+    checked = quick(COSTS, 2 * GB, objective="span", placement="v", split=False, seed=3).checked
+    spanning, asked = checked.schedule, instance_of(checked, COSTS, "s", 1.5)
+    options = asked.options
     assert (options.objective, options.placement, options.split, options.offload) == ("span", "v", False, True)
     assert (options.seed, options.time_limit_s, options.method) == (3, 1.5, None)
-    same = [change for change in listed(spanning, instance_of(spanning, COSTS, "s", 1.5)) if change.effect == "same"]
+    same = [change for change in listed(spanning, asked) if change.effect == "same"]
     found = summed_up(spanning, same, [Planned("feasible", spanning.forecast.span_ns, 1)])
     assert (found.objective, found.value_ns) == ("span", spanning.forecast.span_ns)
 
 
 def test_a_published_schedule_is_explained_against_a_search(schedule):
-    fixed = quick(COSTS, 4 * GB, method="gpipe").schedule
+    fixed = quick(COSTS, 4 * GB, method="gpipe").checked
     assert instance_of(fixed, COSTS, "s", 1).options.method is None
+
+
+def test_a_schedule_that_kept_a_placement_is_explained_on_that_placement():
+    heavy = uniform(2, 4, head_ms=(4, 4, 4))
+    kept = quick(heavy, 8 * GB, keep=quick(heavy, 8 * GB, method="1f1b").checked).checked
+    seen = []
+
+    def plans(function, questions, jobs):
+        for question in questions:
+            found = function(question)
+            seen.append([(one.device, one.layers) for one in found.schedule.schedule.stages])
+            yield question, found
+
+    explained = study.explain(kept, instance_of(kept, heavy, "s", 0.2), 1, pool=plans)
+    assert len(seen) > 5
+    assert all(stages == [(one.device, one.layers) for one in kept.schedule.stages] for stages in seen)
+    assert {one.family for one in explained.what_ifs} == {"memory", "link", "messages", "microbatches"}
 
 
 def test_explain_refuses_another_profile_and_a_schedule_that_breaks_its_promise(run, schedule):  # noqa: F811

@@ -58,7 +58,7 @@ def test_the_options_of_a_schedule_have_its_slices_and_lengths(asked, slices):
 
 
 def test_every_change_is_planned_with_the_slices_of_the_schedule(sliced):
-    instance = explain.instance_of(sliced.schedule, COSTS, "s", 0.0)
+    instance = explain.instance_of(sliced, COSTS, "s", 0.0)
     seen: list[ir.Schedule] = []
 
     def plan(function, questions, jobs):
@@ -75,7 +75,7 @@ def test_every_change_is_planned_with_the_slices_of_the_schedule(sliced):
 
 
 def test_more_microbatches_of_unequal_length_are_those_of_the_first_again_and_compared_per_token(packed):
-    instance = explain.instance_of(packed.schedule, COSTS, "s", 0.0)
+    instance = explain.instance_of(packed, COSTS, "s", 0.0)
     asked = [one for one in explain.listed(packed.schedule, instance) if one.family in ("same", "microbatches")]
     assert asked[1].instance.options.lengths == LENGTHS + LENGTHS[:3]
     found = [explain.plan(one.instance) for one in asked]

@@ -49,7 +49,7 @@ def explain(schedule_path: Path, profile_path: Path, time_limit: float, jobs: in
         checked = check(schedule, costs)
     except Violated as error:
         raise Rejected(f"{schedule_path}: not explained, verify rejects it with {profile_path}: {error}") from error
-    instance = replace(study.instance_of(schedule, costs, str(schedule_path), time_limit), cached=cached)
+    instance = replace(study.instance_of(checked, costs, str(schedule_path), time_limit), cached=cached)
     with ChangesBar(console(stderr=True), len(study.listed(schedule, instance))) as bar:
         explanation = study.explain(checked, instance, jobs, bar.update)
     if as_json:

@@ -91,9 +91,15 @@ class Explanation:
     """Changes that were not planned: someone interrupted."""
 
 
-def instance_of(schedule: ir.Schedule, profile: Profile, name: str, time_limit_s: float) -> Instance:
-    """Return the instance that the schedule was compiled for; raise BadInput for options that are none."""
+def instance_of(checked: ir.Checked, profile: Profile, name: str, time_limit_s: float) -> Instance:
+    """Return the instance that the schedule was compiled for; raise BadInput for options that are none.
+
+    Where another schedule's placement was kept (`--keep-placement`), it is kept again: it is the schedule's own.
+    """
+    schedule = checked.schedule
     chosen = replace(options_of(schedule, name), time_limit_s=time_limit_s, workers=1)
+    if "keep_placement" in schedule.provenance.options:
+        chosen = replace(chosen, keep=checked, placement="auto", stages_per_device=None)
     return Instance(profile, compiler.settled(profile, chosen))
 
 

@@ -48,7 +48,7 @@ def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: b
     """Yield the instance unchanged and all variations that change anything; its options must be settled.
 
     `offloads`, `selective`: whether the schedule at hand has any offload, or selective recompute; `uneven`: whether one
-    of its devices has more work than another.
+    of its devices has more work than another. Where a placement is kept, the layers stay as they are.
     """
     profile, options = instance.profile, instance.options
     yield Variation("same", "nothing", "same", instance)
@@ -79,6 +79,8 @@ def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: b
     lengths = options.lengths and tuple(islice(cycle(options.lengths), more))  # those of the first ones come again
     others = _with(instance, microbatches=more, lengths=lengths)
     yield Variation("microbatches", f"{more} microbatches", "different", others, str(more))
+    if options.keep is not None:
+        return
     parts = _head_in_parts(instance)
     if parts is not None:
         count = f"{options.devices} parts"

@@ -41,7 +41,7 @@ def schedule() -> ir.Schedule:
 @pytest.fixture
 def here(monkeypatch):
     """Plan in this process instead of others."""
-    monkeypatch.setattr(study, "answers", lambda function, questions, jobs: [(q, function(q)) for q in questions])
+    monkeypatch.setattr(study, "answers", lambda function, questions, jobs: ((q, function(q)) for q in questions))
 
 
 # -- changes ------------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ def test_an_interruption_returns_what_is_planned_by_then(run, here, schedule, mo
             yield found
 
     monkeypatch.setattr(study, "answers", interrupted)
-    outcome = run("explain", "schedule.json", "--json")
+    outcome = run("explain", "schedule.json", "--time-limit", "0.5", "--json")
     if not planned:
         assert outcome.code == 130
         return
@@ -432,7 +432,7 @@ def test_an_interruption_returns_what_is_planned_by_then(run, here, schedule, mo
     assert len(report["what_ifs"]) == planned - 1
     assert len(report["what_ifs"]) + report["left"] == len(study.listed(schedule, instance())) - 1
     count = 0
-    shown = run("explain", "schedule.json").out
+    shown = run("explain", "schedule.json", "--time-limit", "0.5").out
     assert "A step takes" in shown and f"Interrupted: {report['left']} changes not planned." in shown
     assert "Nothing that was tried" not in shown or planned > 1
 

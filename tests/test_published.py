@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
+from importlib import import_module
+from itertools import pairwise, product
 from math import gcd
 from types import SimpleNamespace
 
@@ -26,6 +27,8 @@ from tests.given_order import LaneOrders
 from tests.machines import simulate
 
 PLENTY = 1 << 40
+memory_limited = import_module("optpipe_compiler.published.zb_memory_limited")
+"""The package has a function of that name."""
 
 UNIT = Stage(
     device=0,
@@ -261,6 +264,28 @@ def test_interleaving_as_megatron_does_it_hands_gradients_over_after_the_weight_
     whole = on("gis", 4, 16, 2, freedom=Freedom(split=False))
     assert bubble(whole) == 3 * 3 and not whole.count(Kind.I)
     assert bubble(on("gis", 4, 16, 2)) == 2 * 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    costs=st.lists(st.tuples(*[st.integers(0, 6)] * 4, st.integers(1, 4)), min_size=2, max_size=4),
+    microbatches=st.integers(1, 8),
+    room=st.integers(1, 4),
+)
+def test_of_the_runs_of_the_zero_bubble_heuristic_the_first_of_the_best_is_kept(costs, microbatches, room):
+    """Some are left out, since they are the same as others, and some end early, since they are worse."""
+    stages = tuple(
+        replace(
+            UNIT, device=d, forward=f, backward_input=i, backward_weight=w, send_gradient=g, saved=saved, residue=saved
+        )
+        for d, (f, i, w, g, saved) in enumerate(costs)
+    )
+    one = replace(instance(len(costs), microbatches, "linear", 1), stages=stages)
+    limits = [room * stage.saved for stage in stages]
+    runs = [memory_limited._Run(one, limits, *choices) for choices in product((True, False), repeat=3)]
+    assert all(run.is_within(None) for run in runs)
+    best = min(runs, key=lambda run: run.span())
+    assert memory_limited._limited(one, "zb", limits) == [list(device.tasks()) for device in best.devices]
 
 
 @pytest.mark.parametrize(("name", "per_device"), [("zb-h2", 1), ("zb-2p", 1), ("zbv", 2)])

@@ -9,13 +9,15 @@ longest device span, the paper's objective, is kept. ZB-1p and ZB-2p limit memor
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import count, product
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task, duration
 from optpipe_compiler.published.common import LINEAR, NotDefined, Tasks, ordered
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from optpipe_compiler.model.problem import Problem, Stage
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741  (torch's letter)
@@ -48,26 +50,69 @@ def _room(stage: Stage, microbatches: int) -> int:
 
 
 def _limited(problem: Problem, name: str, limits: list[int]) -> Tasks:
-    best: tuple[int, Tasks] | None = None
+    best: _Run | None = None
     done: set[tuple[bool, ...]] = set()
     for choices in product((True, False), repeat=3):
         if choices in done:
             continue
         run = _Run(problem, limits, *choices)
         try:
-            run.run()
+            if run.is_within(None if best is None else best.span()):
+                best = run
         except NotDefined as error:
             reason = error
-        else:
-            if best is None or run.span() < best[0]:
-                best = run.span(), run.orders
         same = {choices}  # and other choices that lead to the same run
         for number in {PROMPT_INPUT, HOLD_BACK, FILL_PARTLY} - run.mattered:
             same |= {(*one[:number], not one[number], *one[number + 1 :]) for one in same}
         done |= same
     if best is None:
         raise NotDefined(f"{name}: {reason}")
-    return best[1]
+    return [list(device.tasks()) for device in best.devices]
+
+
+class _Device:
+    """What a device's ops take, how far it is, and when the ops end that others wait for."""
+
+    def __init__(self, problem: Problem, number: int, limit: int) -> None:
+        stage = problem.stages[number]
+        self.number, self.limit, self.count = number, limit, problem.microbatches
+        self.forward, self.input, self.weight = (duration(problem, Task(kind, number, 0)) for kind in (F, I, W))
+        self.send_activation, self.send_gradient = stage.send_activation, stage.send_gradient
+        self.saved, self.residue = stage.saved, stage.residue
+        self.input_needs = stage.captured + stage.backward_input_extra
+        self.forward_needs = stage.saved + stage.forward_extra
+        self.room = max(self.forward_needs, stage.saved + self.input_needs)
+        """For a forward, and for an input gradient behind it."""
+        self.clock = self.held = self.idle = self.first = 0
+        self.forwards: list[int] = []
+        self.inputs: list[int] = []
+        """When forwards and input gradients end."""
+        self.weights = 0
+        """Weight gradients that are done."""
+        self.order: list[Kind] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a weight gradient can run."""
+        return self.weights < len(self.inputs)
+
+    def put_weight(self) -> None:
+        """Run the next weight gradient."""
+        self.held -= self.residue
+        self.clock += self.weight
+        self.weights += 1
+        self.order.append(W)
+
+    def span(self) -> int:
+        """From the first start to the end of all that is left, without waiting."""
+        left = (self.count - len(self.forwards)) * self.forward + (self.count - len(self.inputs)) * self.input
+        return self.clock - self.first + left + (self.count - self.weights) * self.weight
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield its order."""
+        numbers = {kind: count() for kind in (F, I, W)}
+        for kind in self.order:
+            yield Task(kind, self.number, next(numbers[kind]))
 
 
 class _Run:
@@ -81,168 +126,157 @@ class _Run:
     def __init__(
         self, problem: Problem, limits: list[int], prompt_input: bool, hold_back: bool, fill_partly: bool
     ) -> None:
-        self.problem = problem
-        self.limits = limits
         self.prompt_input, self.hold_back, self.fill_partly = prompt_input, hold_back, fill_partly
         self.count = problem.microbatches
-        size = problem.devices
-        self.orders: Tasks = [[] for _ in range(size)]
-        self.clock, self.held, self.idle, self.first = [0] * size, [0] * size, [0] * size, [0] * size
+        self.devices = [_Device(problem, number, limit) for number, limit in enumerate(limits)]
         self.worst = 0
-        self.done = {kind: [0] * size for kind in (F, I, W)}
-        self.ends: dict[Kind, list[list[int]]] = {kind: [[] for _ in range(size)] for kind in (F, I, W)}
-        """When the tasks of each kind and device end."""
-        self.time = {kind: [duration(problem, Task(kind, d, 0)) for d in range(size)] for kind in (F, I, W)}
-        self.memory = {
-            F: [(s.saved + s.forward_extra, s.forward_extra) for s in problem.stages],
-            I: [
-                (s.captured + s.backward_input_extra, s.backward_input_extra + s.saved + s.captured - s.residue)
-                for s in problem.stages
-            ],
-            W: [(s.backward_weight_extra, s.backward_weight_extra + s.residue) for s in problem.stages],
-        }
+        """The most that a device has idled."""
         self.mattered = set() if hold_back else {HOLD_BACK}
         """The choices without which, as far as is known, this run would have been another one."""
 
     def span(self) -> int:
-        """The longest time between first start and last end of a device."""
-        return max(clock - first for clock, first in zip(self.clock, self.first, strict=True))
+        """The longest time between first start and last end of a device; before the end it takes no less."""
+        return max(device.span() for device in self.devices)
 
-    def run(self) -> None:
-        """Run to the end; raises NotDefined where a microbatch has no room."""
-        devices = range(self.problem.devices)
+    def is_within(self, most: int | None) -> bool:
+        """Run to the end, as long as the span is below `most`; raises NotDefined where a microbatch has no room."""
+        devices = self.devices
         self._warm_up()
         for _ in range(1, self.count):
-            wanted = [self.done[F][d] < self.count and not self._held_back(d) for d in devices]
-            for device in reversed(devices[:-1]):
-                wanted[device] = wanted[device] and wanted[device + 1]
-            for device in devices:
-                if wanted[device]:
-                    self._prepare(device, F)
-                    self._put(device, F)
+            if most is not None and self.span() >= most:
+                return False
+            wanted = [len(device.forwards) < self.count and not self._held_back(device) for device in devices]
+            for number in reversed(range(len(devices) - 1)):
+                wanted[number] = wanted[number] and wanted[number + 1]
+            for device, is_wanted in zip(devices, wanted, strict=True):
+                if is_wanted:
+                    self._put_forward(device, self._prepared(device, device.room, self._activation(device)))
             for device in reversed(devices):
-                self._prepare(device, I)
-                if device == 0 and self.done[F][0] == self.count:
-                    while self.done[W][0] < self.done[I][0]:
-                        self._put(0, W)
-                self._put(device, I)
+                arrival = self._prepared(device, device.input_needs, self._gradient(device))
+                if device is devices[0] and len(device.forwards) == self.count:
+                    while device.is_open:
+                        device.put_weight()
+                self._put_input(device, arrival)
         for device in devices:
-            while self.done[W][device] < self.count:
-                self._put(device, W)
+            while device.weights < self.count:
+                device.put_weight()
+        return most is None or self.span() < most
 
     def _warm_up(self) -> None:
         """One forward everywhere, the extra forwards, then the first input gradients, the last device's first."""
-        devices = range(self.problem.devices)
-        for device in devices:
-            self._need_room(device, F)
-            self._put(device, F)
-        for device, extra in enumerate(self._extra_forwards()):
+        for device in self.devices:
+            self._make_room(device, device.room)
+            self._put_forward(device, self._activation(device))
+        for device, extra in zip(self.devices, self._extra_forwards(), strict=True):
             for _ in range(extra):
-                self._put(device, F)
-        for device in reversed(devices):
-            self._need_room(device, I)
-            self._put(device, I)
+                self._put_forward(device, self._activation(device))
+        for device in reversed(self.devices):
+            self._make_room(device, device.input_needs)
+            self._put_input(device, self._gradient(device))
 
     def _extra_forwards(self) -> list[int]:
         """Return how many forwards fit on each device, in memory and in time, before its first input gradient.
 
         An earlier device runs more of them than a later one, or all that there are.
         """
-        extra = [0] * self.problem.devices
+        last = len(self.devices) - 1
+        extra = [0] * len(self.devices)
         due = 0
-        for device in reversed(range(self.problem.devices)):
-            clock, room = self.clock[device], self.limits[device] - self.held[device]
-            (taken, given), time = self.memory[F][device], self.time[F][device]
-            reserve = max(taken, taken - given + self.memory[I][device][0])
-            while device + 1 < self.problem.devices and extra[device] + 1 < self.count and reserve <= room:
-                if (clock + time > due) != (clock >= due):
+        for number, device in reversed(list(enumerate(self.devices))):
+            clock, room = device.clock, device.limit - device.held
+            while number < last and extra[number] + 1 < self.count and device.room <= room:
+                if (clock + device.forward > due) != (clock >= due):
                     self.mattered.add(PROMPT_INPUT)
-                if clock + time > due if self.prompt_input else clock >= due:
+                if clock + device.forward > due if self.prompt_input else clock >= due:
                     break
-                room -= taken - given
-                clock += time
-                extra[device] += 1
-            lag = self.problem.stages[device].send_gradient
-            due = max(clock, due) + self.time[I][device] + lag
-        for device in range(1, self.problem.devices):
-            before = extra[device - 1]
-            extra[device] = max(0, min(extra[device], before if before + 1 == self.count else before - 1))
+                room -= device.saved
+                clock += device.forward
+                extra[number] += 1
+            due = max(clock, due) + device.input + device.send_gradient
+        for number in range(1, len(extra)):
+            before = extra[number - 1]
+            extra[number] = max(0, min(extra[number], before if before + 1 == self.count else before - 1))
         return extra
 
-    def _held_back(self, device: int) -> bool:
-        if not self.hold_back or not self._far_ahead(device):
+    def _held_back(self, device: _Device) -> bool:
+        if not self.hold_back or not self._is_far_ahead(device):
             return False
         self.mattered.add(HOLD_BACK)
         return True
 
-    def _far_ahead(self, device: int) -> bool:
+    def _is_far_ahead(self, device: _Device) -> bool:
         """Whether a forward now would only wait in front of the next device."""
-        following = device + 1
-        if following == self.problem.devices or self.done[F][device] < self.done[F][following] + 2:
+        if device is self.devices[-1]:
             return False
-        busy = self.clock[following] + self.time[F][following] + self.time[I][following]
-        busy += self.problem.stages[device].send_activation
-        if self.clock[device] >= busy:
+        following = self.devices[device.number + 1]
+        if len(device.forwards) < len(following.forwards) + 2:
+            return False
+        busy = following.clock + following.forward + following.input + device.send_activation
+        if device.clock >= busy:
             return True
-        delay, weights = 0, self.done[W][device]
-        taken, given = self.memory[F][device][0], self.memory[W][device][1] - self.memory[W][device][0]
-        held = self.held[device] + taken
-        while held > self.limits[device] and weights < self.done[I][device]:
-            delay += self.time[W][device]
-            held -= given
+        delay, weights, held = 0, device.weights, device.held + device.forward_needs
+        while held > device.limit and weights < len(device.inputs):
+            delay += device.weight
+            held -= device.residue
             weights += 1
-        if self.clock[device] + self.time[F][device] + delay <= busy:
+        if device.clock + device.forward + delay <= busy:
             return False
-        return busy - self.clock[device] <= self.worst - self.idle[device]
+        return busy - device.clock <= self.worst - device.idle
 
-    def _prepare(self, device: int, kind: Kind) -> None:
-        """Run the weight gradients that make room for the next task of `kind` or fill the bubble before it."""
-        self._need_room(device, kind)
-        arrival = self._arrival(device, kind)
-        while self._open(device) and self.clock[device] + self.time[W][device] <= arrival:
-            self._put(device, W)
-        bubble = arrival - self.clock[device]
-        if self._open(device) and bubble > 0:
-            is_worst = bubble > self.worst - self.idle[device]
+    def _prepared(self, device: _Device, needs: int, arrival: int) -> int:
+        """Run the weight gradients that make room for an op or fill the bubble before it; return its arrival."""
+        self._make_room(device, needs)
+        while device.clock + device.weight <= arrival and device.is_open:
+            device.put_weight()
+        bubble = arrival - device.clock
+        if bubble > 0 and device.is_open:
+            is_worst = bubble > self.worst - device.idle
             if not is_worst:
                 self.mattered.add(FILL_PARTLY)
             if self.fill_partly or is_worst:
-                self._put(device, W)
+                device.put_weight()
+        return arrival
 
-    def _need_room(self, device: int, kind: Kind) -> None:
-        while self.held[device] + self._taken(device, kind) > self.limits[device]:
-            if not self._open(device):
-                raise NotDefined(f"device {device} has no room for a microbatch under this limit")
-            self._put(device, W)
+    @staticmethod
+    def _make_room(device: _Device, needs: int) -> None:
+        while device.held + needs > device.limit:
+            if not device.is_open:
+                raise NotDefined(f"device {device.number} has no room for a microbatch under this limit")
+            device.put_weight()
 
-    def _taken(self, device: int, kind: Kind) -> int:
-        taken, given = self.memory[kind][device]
-        return max(taken, taken - given + self.memory[I][device][0]) if kind is F else taken
-
-    def _open(self, device: int) -> bool:
-        return self.done[W][device] < self.done[I][device]
-
-    def _arrival(self, device: int, kind: Kind) -> int:
-        """When the message that the next task of `kind` waits for is there."""
-        source = device - 1 if kind is F else device + 1
-        if not 0 <= source < self.problem.devices or len(self.ends[kind][source]) <= self.done[kind][device]:
+    def _activation(self, device: _Device) -> int:
+        """When the activation that the next forward waits for is there."""
+        number = len(device.forwards)
+        if not device.number or len((before := self.devices[device.number - 1]).forwards) <= number:
             return 0
-        stage = self.problem.stages[source]
-        lag = stage.send_activation if kind is F else stage.send_gradient
-        return self.ends[kind][source][self.done[kind][device]] + lag
+        return before.forwards[number] + before.send_activation
 
-    def _put(self, device: int, kind: Kind) -> None:
-        number = self.done[kind][device]
-        arrival = 0 if kind is W else self._arrival(device, kind)
-        start = max(self.clock[device], arrival)
-        if self.orders[device]:
-            self.idle[device] += start - self.clock[device]
-            self.worst = max(self.worst, self.idle[device])
-        else:
-            self.first[device] = start
-        taken, given = self.memory[kind][device]
-        self.held[device] += taken - given
-        self.clock[device] = start + self.time[kind][device]
-        self.ends[kind][device].append(self.clock[device])
-        self.done[kind][device] = number + 1
-        self.orders[device].append(Task(kind, device, number))
+    def _gradient(self, device: _Device) -> int:
+        """When the gradient that the next input gradient waits for is there."""
+        number = len(device.inputs)
+        if device is self.devices[-1] or len((after := self.devices[device.number + 1]).inputs) <= number:
+            return 0
+        return after.inputs[number] + after.send_gradient
+
+    def _put_forward(self, device: _Device, arrival: int) -> None:
+        self._begin(device, arrival)
+        device.held += device.saved
+        device.clock += device.forward
+        device.forwards.append(device.clock)
+        device.order.append(F)
+
+    def _put_input(self, device: _Device, arrival: int) -> None:
+        self._begin(device, arrival)
+        device.held += device.residue - device.saved
+        device.clock += device.input
+        device.inputs.append(device.clock)
+        device.order.append(I)
+
+    def _begin(self, device: _Device, arrival: int) -> None:
+        """Wait for a message."""
+        if not device.order:
+            device.first = device.clock = arrival
+        elif arrival > device.clock:
+            device.idle += arrival - device.clock
+            device.clock = arrival
+            self.worst = max(self.worst, device.idle)

@@ -203,7 +203,7 @@ def _grouped(kind: Kind, stages: list[int], microbatches: int, group: int) -> li
 
 def _in_units(problem: Problem, task: Task) -> Task:
     """Return the task at a position of its stage's forwards or backwards: of slices these descend."""
-    return task if task.kind is Kind.F else task._replace(microbatch=problem.back(task.microbatch))
+    return task if task.kind is Kind.F else Task(task.kind, task.stage, problem.back(task.microbatch))
 
 
 def handed_over_early(problem: Problem, orders: Tasks) -> Tasks:
@@ -229,8 +229,8 @@ def _put_off(orders: Tasks, numbers: Iterable[int]) -> Tasks:
             if task.kind is not Kind.B:
                 mine.append(task)
                 continue
-            mine.append(task._replace(kind=Kind.I))
-            due.append(task._replace(kind=Kind.W))
+            mine.append(Task(Kind.I, task.stage, task.microbatch))
+            due.append(Task(Kind.W, task.stage, task.microbatch))
             if len(due) > number:
                 mine.append(due.popleft())
         found.append([*mine, *due])

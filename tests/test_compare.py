@@ -18,8 +18,17 @@ from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.study import comparison as study
-from optpipe_compiler.study.comparison import Absent, Wanted, chosen_methods, compare, options_for, published_row
+from optpipe_compiler.study.comparison import (
+    Absent,
+    Wanted,
+    chosen_methods,
+    compare,
+    kept_by,
+    options_for,
+    published_row,
+)
 from optpipe_compiler.study.facts import Facts, judged
+from optpipe_compiler.study.pool import answers_here
 from optpipe_compiler.view.comparison import render, short_names
 from tests.instances import quick, uniform
 from tests.test_cli import refused, run  # noqa: F401  (run is a fixture)
@@ -240,6 +249,23 @@ def test_too_little_host_memory_is_the_reason_where_it_is():
     row = published_row(wanted("gis-offload", COSTS, short))
     assert isinstance(row, Absent)
     assert row.reason.startswith("does not fit the host's memory; with enough it would take ")
+
+
+def test_a_schedule_that_kept_a_placement_is_compared_with_others_there():
+    even = uniform(2, 4)
+    (layer,) = even.layers
+    first = structs.replace(layer, count=1, forward_ns=6 * layer.forward_ns)
+    costs = structs.replace(even, layers=[first, structs.replace(layer, count=7)])
+    options = {"microbatches": 6, "time_limit_s": 0.0}
+    old = quick(even, 8 * GB, method="1f1b", **options).checked
+    plan = quick(costs, 8 * GB, keep=old, **options).schedule
+    assert [stage.layers for stage in plan.stages] == [(0, 4), (4, 8)]
+    rows = list(study.published_rows(costs, plan, "s", list(METHODS), 1, pool=answers_here))
+    told = {name: one.makespan_ns for name, one in plan.forecast.baselines.items() if one.fits}
+    assert {row.name: row.makespan_ns for row in rows if isinstance(row, Facts)} == told
+    assert "gis" not in told
+    assert quick(costs, 8 * GB, method="1f1b", **options).schedule.forecast.makespan_ns < told["1f1b"]
+    assert options_for(broken(plan), "1f1b", "s", kept_by(broken(plan))).keep is None
 
 
 @pytest.mark.parametrize(

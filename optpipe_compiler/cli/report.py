@@ -95,12 +95,12 @@ def _baselines(
 ) -> Iterator[Schedule]:
     """Yield baselines for the same instance, the best first; the schedule itself is none."""
     from optpipe_compiler import compiler
-    from optpipe_compiler.study.comparison import options_for
+    from optpipe_compiler.study.comparison import kept_by, options_for
 
-    names = _chosen(schedule, wanted)
+    names, keep = _chosen(schedule, wanted), kept_by(schedule)
     for number, name in enumerate(names, start=1):
         tell(f"timing baseline {number} of {len(names)}, {name}")
-        options = options_for(schedule, name, str(schedule_path))
+        options = options_for(schedule, name, str(schedule_path), keep)
         yield compiler.compile_schedule(costs, options).uninterrupted().schedule
 
 

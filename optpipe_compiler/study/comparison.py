@@ -12,6 +12,7 @@ from optpipe_compiler.published import METHODS
 from optpipe_compiler.study.facts import Facts, facts
 from optpipe_compiler.study.planned import options_of
 from optpipe_compiler.study.pool import answers
+from optpipe_compiler.verify import Violated, check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -118,18 +119,34 @@ def chosen_methods(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def options_for(schedule: ir.Schedule, method: str, name: str) -> compiler.Options:
+def kept_by(schedule: ir.Schedule) -> ir.Checked | None:
+    """Return the schedule where it was made with `--keep-placement`: its placement is the one that was kept.
+
+    None where it was not, or where the judge rejects it.
+    """
+    if "keep_placement" not in schedule.provenance.options:
+        return None
+    try:
+        return check(schedule)
+    except Violated:
+        return None
+
+
+def options_for(schedule: ir.Schedule, method: str, name: str, keep: ir.Checked | None = None) -> compiler.Options:
     """Return the options for a published schedule on the instance of the one that is called `name`.
 
     They are those that the other one was compiled with, so that the result is the one that its file compares with;
     where these exclude the placements that the published one is for, these, and where they cut microbatches that the
-    published one takes whole, whole ones. Raises BadInput for options that are none.
+    published one takes whole, whole ones. With `keep` it is placed as that is. Raises BadInput for options that are
+    none.
     """
     limit = schedule.provenance.options.get("time_limit_s")  # on which it depends how finely microbatches may be cut
     limit_s = max(PLAN_S, limit) if isinstance(limit, int | float) else PLAN_S
     options = replace(options_of(schedule, name), method=method, time_limit_s=limit_s, workers=1)
     if not METHODS[method].sliced:
         options = replace(options, slices=1)
+    if keep is not None:
+        return replace(options, keep=keep, placement="auto", stages_per_device=None)
     placed = METHODS[method].placements
     if not any(options.placement in ("auto", one) and options.stages_per_device in (None, n) for one, n in placed):
         options = replace(options, stages_per_device=None)
@@ -147,7 +164,8 @@ def published_rows(
 ) -> Iterator[Facts | Absent]:
     """Yield each published schedule for the instance of the schedule called `name`, or why there is none, in order."""
     found: dict[str, Facts | Absent] = {}
-    wanted = [Wanted(method, profile, options_for(schedule, method, name)) for method in methods]
+    keep = kept_by(schedule)
+    wanted = [Wanted(method, profile, options_for(schedule, method, name, keep)) for method in methods]
     for question, row in (pool or answers)(published_row, wanted, jobs):
         found[question.name] = row
         on_progress(question.name)

@@ -144,14 +144,12 @@ class Plan:
     @property
     def baselines(self) -> list[BaselineRow]:
         """The schedules of papers, stock ones, compositions and your own: those that fit first, then by time."""
-        from optpipe_compiler.published import METHODS
         from optpipe_compiler.view.baselines import kind
 
-        rows = []
-        for name, one in self.schedule.forecast.baselines.items():
-            is_own = name in METHODS and METHODS[name].kind == "own"
-            about = "own" if is_own else kind(one)
-            rows.append(BaselineRow(name, about, one.makespan_ns, one.peak_bytes, one.fits, one.reason))
+        rows = [
+            BaselineRow(name, kind(self.schedule, name), one.makespan_ns, one.peak_bytes, one.fits, one.reason)
+            for name, one in self.schedule.forecast.baselines.items()
+        ]
         return sorted(rows, key=lambda row: (not row.fits, row.makespan_ns is None, row.makespan_ns or 0))
 
     def ops(self, *, messages: bool = False) -> list[OpRow]:

@@ -444,7 +444,7 @@ def gpipe(problem):
     return [[*(f"{s}F{m}" for m in microbatches), *(f"{s}B{m}" for m in microbatches)] for s in range(problem.devices)]
 
 
-def test_an_own_schedule_is_timed_judged_and_named_like_a_built_in_one(registry):
+def test_an_own_schedule_is_timed_judged_and_named_like_a_built_in_one(registry, tmp_path):
     optpipe.schedule("my-gpipe")(gpipe)
     mine = optpipe.compile(COSTS, mem="5GB", method="my-gpipe", **QUICK)
     known = optpipe.compile(COSTS, mem="5GB", method="gpipe", **QUICK)
@@ -453,6 +453,11 @@ def test_an_own_schedule_is_timed_judged_and_named_like_a_built_in_one(registry)
     searched = optpipe.compile(COSTS, mem="5GB", **QUICK)
     [row] = [row for row in searched.baselines if row.name == "my-gpipe"]
     assert (row.kind, row.makespan_ns, row.fits) == ("own", known.makespan_ns, True)
+    searched.save(tmp_path / "s.json")
+    del published.METHODS["my-gpipe"]
+    read = optpipe.read_schedule(tmp_path / "s.json")
+    assert [row.kind for row in read.baselines if row.name == "my-gpipe"] == ["own"]
+    optpipe.schedule("my-gpipe")(gpipe)
     compared = {row.name: row.makespan_ns for row in searched.compare(methods="own,gpipe").rows}
     assert compared["my-gpipe"] == compared["gpipe"] == known.makespan_ns
 

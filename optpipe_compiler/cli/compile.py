@@ -282,7 +282,7 @@ def _report(result: Any) -> dict[str, Any]:
                 "makespan_ns": baseline.makespan_ns,
                 "peak_bytes": baseline.peak_bytes,
                 "fits": baseline.fits,
-                "kind": kind(baseline),
+                "kind": kind(schedule, name),
                 **({"reason": baseline.reason} if baseline.reason else {}),
             }
             for name, baseline in schedule.forecast.baselines.items()

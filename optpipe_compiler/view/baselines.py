@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 
 OTHERS: tuple[BaselineKind, ...] = ("paper", "stock")
 """Kinds that somebody else has defined or runs as they are."""
-WORDS: dict[object, str] = {"paper": "a paper's", "stock": "stock", "composition": "a composition"}
+WORDS = {"paper": "a paper's", "stock": "stock", "composition": "a composition", "own": "your own"}
 
 
-def kind(baseline: Baseline) -> str:
-    """Return "paper", "stock" or "composition"; "-" where the file is of revision 0 and does not say it."""
-    return baseline.kind if isinstance(baseline.kind, str) else "-"
+def kind(schedule: Schedule, name: str) -> str:
+    """Return "paper", "stock", "composition", or "own" where a user has registered it; "-" where the file is of
+    revision 0 and does not say it."""
+    told = schedule.forecast.baselines[name].kind
+    if isinstance(told, str):
+        return told
+    return "own" if schedule.revision else "-"
 
 
 def ranked(schedule: Schedule) -> list[tuple[int, str, Baseline]]:
@@ -48,7 +52,7 @@ def best(schedule: Schedule, kinds: tuple[BaselineKind, ...] | None = None) -> s
 
 def whose(schedule: Schedule, name: str) -> str:
     """Return `gis-offload-3, a composition`; the name alone where the kind is not known."""
-    words = WORDS.get(schedule.forecast.baselines[name].kind)
+    words = WORDS.get(kind(schedule, name))
     return name if words is None else f"{name}, {words}"
 
 

@@ -208,7 +208,7 @@ def _comparison(schedule: Schedule) -> RenderableType:
     for makespan, name, baseline in shown:
         ratio = makespan / max(1, schedule.forecast.makespan_ns) - 1
         peak = "-" if baseline.peak_bytes is None else short_bytes(baseline.peak_bytes)
-        cells = (printable(name), kind(baseline), show_ns(makespan), peak)
+        cells = (printable(name), kind(schedule, name), show_ns(makespan), peak)
         table.add_row(*cells, "yes" if baseline.fits else "no", f"{ratio:+.1%} time")
     count = len(schedule.forecast.baselines)
     note = ", ".join([f"{fitting} of {count} fit", f"{len(known) - fitting} do not", *missing(schedule)])

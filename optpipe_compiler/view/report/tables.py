@@ -151,7 +151,7 @@ def _baselines(schedule: Schedule, drawn: Sequence[str]) -> str:
     rows = []
     for makespan, name, baseline in known:
         look = "best" if name in marked else "" if baseline.fits else "off"
-        cells = [plain(name), kind(baseline), show_ns(makespan), _against(makespan, schedule), _peak(baseline)]
+        cells = [plain(name), kind(schedule, name), show_ns(makespan), _against(makespan, schedule), _peak(baseline)]
         if name in drawn:
             cells[0] = f'<button type="button" data-chart="{drawn.index(name) + 1}">{cells[0]}</button>'
         rows.append((look, cells))

@@ -255,7 +255,7 @@ def test_the_best_of_papers_and_stock_is_told_apart_from_a_composition(schedule)
 
 
 def test_files_that_do_not_say_whose_a_baseline_is_are_shown_without_it(schedule):
-    old = compared(schedule, gpipe=5)
+    old = msgspec.structs.replace(compared(schedule, gpipe=5), revision=0)
     assert (best(old), best(old, OTHERS), whose(old, "gpipe")) == ("gpipe", None, "gpipe")
     assert "best of papers and stock" not in text(render(old))
     assert json.loads(canonical(old))["forecast"]["baselines"]["gpipe"].keys() == {
@@ -462,6 +462,18 @@ def test_any_baseline_can_be_drawn_below(folder, schedule):
     fitting = {name for name, baseline in schedule.forecast.baselines.items() if baseline.fits}
     assert {chart["name"] for chart in drawn("--baseline", "all")[0][1:]} == fitting
     assert [chart["name"] for chart in drawn("--baseline", "gis-h-offload")[0][1:]] == ["gis-h-offload"]
+
+
+def test_a_baseline_that_a_user_has_registered_is_told_of_and_not_drawn(folder, schedule):
+    mine = ir.Baseline(makespan_ns=1, peak_bytes=1, fits=True)
+    made = msgspec.structs.replace(schedule.forecast, baselines={**schedule.forecast.baselines, "mine": mine})
+    Path("schedule.json").write_text(ir.to_text(msgspec.structs.replace(schedule, forecast=made)))
+    (_, *below), words, _ = drawn()
+    assert {chart["name"] for chart in below} == {"gis-h-offload", "interleaved-1f1b-recompute"}
+    assert "mine, your own" in words
+    ended = CliRunner().invoke(cli, ["report", "--profile", "profile.json", "--baseline", "mine"])
+    sentence = "--baseline is 'mine', which optpipe itself does not know; those that fit: gis-h-off"
+    assert str(ended.exception).startswith(sentence)
 
 
 def test_a_published_schedule_is_not_drawn_above_itself(folder):

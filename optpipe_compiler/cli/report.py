@@ -105,14 +105,18 @@ def _baselines(
 
 
 def _chosen(schedule: Schedule, wanted: tuple[str, ...]) -> list[str]:
-    """Return the names of the baselines to draw, the best first."""
+    """Return the names of the baselines to draw, the best first, without those that a user has registered."""
+    from optpipe_compiler.published import METHODS
     from optpipe_compiler.view.baselines import best, ranked
 
-    fitting = [name for _, name, baseline in ranked(schedule) if baseline.fits and name != schedule.forecast.method]
+    fits = [name for _, name, baseline in ranked(schedule) if baseline.fits]
+    fitting = [name for name in fits if name in METHODS and name != schedule.forecast.method]
     for name in wanted:
         if name != "all" and name not in fitting:
             some = ", ".join(fitting[:5]) + (", ..." if len(fitting) > 5 else "") or "none"
             why = "does not fit this cap here" if name in schedule.forecast.baselines else "the schedule does not know"
+            if name in fits:
+                why = "is this schedule itself" if name in METHODS else "optpipe itself does not know"
             raise BadInput(f"--baseline is {name!r}, which {why}; those that fit: {some}")
     if not wanted:
         wanted = tuple(filter(None, (best(schedule), *(best(schedule, (kind,)) for kind in BASELINE_KINDS))))

@@ -136,6 +136,8 @@ def refused_in_json(outcome: Outcome, code: int) -> dict[str, Any]:
             "2 layers cannot fill 2 devices x 2 stages per device: expected at most 2 stages",
         ),
         (("profile", "uniform", "--devices", "0"), "--devices is 0, expected 1 to 10000"),
+        (("profile", "--devices", "8", "uniform"), "--devices stands before uniform, expected the options of uniform "),
+        (("profile", "-o", "p.json", "uniform"), "--output stands before uniform, expected the options of uniform "),
         (("profile", "uniform", "--head-ms", "1,2"), "--head-ms is '1,2', expected three numbers F,I,W in ms, "),
         (
             ("compile", "-", "--mem", "2GB"),

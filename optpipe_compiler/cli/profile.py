@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from optpipe_compiler.cli.common import (
     PROFILE,
@@ -117,6 +118,7 @@ def profile(
     Example: optpipe profile --model llama-7b --gpu a100-80gb --devices 8 -o profile.json
     """
     if context.invoked_subcommand is not None:
+        _refuse_before(context, context.invoked_subcommand)
         return
     given = {name: value for name, value in options.items() if value is not None}
     output = output or (FROM_RUN if "from_run" in given else PROFILE)
@@ -133,6 +135,14 @@ def profile(
     else:
         refuse(given, {"device", "devices", *MEASURED}, "needs --model")
         _measure(output, as_json=as_json, **{"device": None, "devices": None, **MEASURED, **given})
+
+
+def _refuse_before(context: click.Context, name: str) -> None:
+    """Refuse options before the name of a command below `profile`, which has options of its own."""
+    for param in context.command.params:
+        typed = context.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+        if typed and param.expose_value:
+            raise BadInput(f"{max(param.opts, key=len)} stands before {name}, expected the options of {name} behind it")
 
 
 def _finish(

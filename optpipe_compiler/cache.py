@@ -197,7 +197,7 @@ def compile_schedule(
         if entry.path.stem == question.name and (best is None or not best.is_news_for(entry)):
             found = cache.read(entry, profile)
             if found is not None:
-                return _again(found, chosen, entry.about, time.monotonic() - begin, on_progress)
+                return _again(found, profile, chosen, entry.about, time.monotonic() - begin, on_progress)
     seeds = () if chosen.reproducible else tuple(question.starts(cache, known))
     halfway = Halfway(chosen.time_limit_s, on_progress)
     result = compiler.compile_schedule(profile, replace(chosen, kept=seeds), halfway.see, begin)
@@ -208,18 +208,23 @@ def compile_schedule(
 
 def _again(
     found: ir.Checked,
+    profile: Profile,
     options: Options,
     about: AboutPlan,
     wall_s: float,
     on_progress: Callable[[Progress], None],
 ) -> Result:
-    """Return a kept answer; who listens hears what had been found halfway and at the end, as in the search."""
+    """Return a kept answer; who listens hears what had been found halfway and at the end, as in the search.
+
+    What the profile leaves out is told again.
+    """
     forecast = found.schedule.forecast
     for value, elapsed_s in ((about.halfway_ns, 0.0), (about.value_ns, about.wall_s)):
         on_progress(compiler.Progress("cache", value, forecast.lower_bound_ns, forecast.method, elapsed_s))
     placement = compiler.placement_of(found.schedule)
     noisy = None if about.quantiles_ns is None else Quantiles(*about.quantiles_ns)
-    return compiler.Result(found, options, placement, False, wall_s, quantiles=noisy, is_cached=True)
+    notes = tuple(compiler.left_out(found.schedule, profile))
+    return compiler.Result(found, options, placement, False, wall_s, notes, noisy, is_cached=True)
 
 
 class Halfway:

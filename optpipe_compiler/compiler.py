@@ -61,6 +61,7 @@ __all__ = [
     "in_time",
     "instances",
     "layouts",
+    "left_out",
     "link_share",
     "lower_bound",
     "placement_of",

@@ -103,6 +103,15 @@ def test_another_planner_plans_anew(kept, searches, monkeypatch):
     assert not planned(SOON, kept).is_cached
 
 
+def test_an_answer_that_was_kept_tells_again_what_the_profile_leaves_out(kept):
+    links = [structs.replace(link, devices=[0]) for link in COSTS.machine.links]
+    partly = structs.replace(COSTS, machine=structs.replace(COSTS.machine, links=links))
+    told = "the profile's $.machine.links has no host link of device 1: nothing is offloaded there"
+    first, again = (planned(SOON, kept, partly) for _ in range(2))
+    assert (again.is_cached, again.notes) == (True, (told,))
+    assert first.notes[-1] == told
+
+
 def test_near_questions_start_from_the_nearest_plans(kept, searches):
     near, far = uniform(2, 4, d2h_ms=0.52, h2d_ms=0.5), uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5, forward_ms=9)
     first = planned(SOON, kept)

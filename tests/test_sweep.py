@@ -178,6 +178,15 @@ def test_enough_microbatches_are_the_fewest_that_lose_less_than_the_tolerance_at
     assert enough_microbatches(points[:1], 0.02) == []
 
 
+def test_fewer_microbatches_of_which_no_plan_was_found_in_time_leave_it_open_how_many_are_enough():
+    found = [point(9, 202, bound=202, microbatches=20), point(9, 400, bound=400, microbatches=40)]
+    lost = structs.replace(point(9, None, bound=100, microbatches=10), outcome="not found")
+    assert [one.decided for one in enough_microbatches(found, 0.02)] == [True]
+    assert [one.decided for one in enough_microbatches([lost, *found], 0.02)] == [False]
+    slow = structs.replace(lost, lower_bound_ns=130 * 10**6)
+    assert [one.decided for one in enough_microbatches([slow, *found], 0.02)] == [True]
+
+
 def test_the_best_number_of_devices_has_the_most_throughput_per_device_under_each_cap():
     points = [
         point(1, None, devices=2),

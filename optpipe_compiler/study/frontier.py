@@ -265,11 +265,12 @@ def enough_microbatches(points: Sequence[Point], tolerance: float) -> list[Enoug
     found = []
     for mine in groups(points, lambda point: (point.devices,)):
         cap = max(point.mem_bytes for point in mine)
-        tried = sorted((p for p in mine if p.mem_bytes == cap and p.throughput), key=lambda point: point.microbatches)
-        if len(tried) < 2:
+        tried = sorted((p for p in mine if p.mem_bytes == cap), key=lambda point: point.microbatches)
+        done = [point for point in tried if point.throughput]
+        if len(done) < 2:
             continue
-        top = tried[-1]
-        first = next(point for point in tried if _loss(point, top) < tolerance or point is top)
+        top = done[-1]
+        first = next(point for point in done if _loss(point, top) < tolerance or point is top)
         gain, most = _gain(top, first), max(0.0, top.ceiling / first.throughput - 1)
         here = top.devices, first.microbatches, top.microbatches, gain, cap, top.gpu
         found.append(EnoughMicrobatches(*here, most, _is_decided(tried, first, top, tolerance)))

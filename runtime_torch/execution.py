@@ -391,9 +391,18 @@ class StageExecution:
         """The bytes of each storage that a reload would bring back now."""
         return self._passes[microbatch].store.host_sizes(*layers)
 
-    def entry_gradient(self, microbatch: int) -> Tensor | None:
-        """Between I and W of the first stage: the gradient of its first output that has one."""
-        return self._passes[microbatch].entry_gradient
+    def passed_back(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Return the gradient of the input, on the first stage that of its first output that has one, for comparing:
+        nothing is added to that of any parameter, and no other backward follows."""
+        run = self._passes[microbatch]
+        start = run.entry if run.leaf is None else get_gradient_edge(run.leaf)
+        found: Tensor | None = None
+        if run.output is not None and start is not None:
+            root = self._root(run, gradient)
+            with without_autocast(self.device), self._in_own_graph(run):
+                (found,) = engine.capture([run.output], [root], [start], retain=False)
+        self._drop_carry(run)
+        return found
 
     def make_again(self, microbatch: int) -> None:
         """Make all cheap tensors again, as a backward does when it reads them: for measuring."""

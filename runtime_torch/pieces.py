@@ -71,7 +71,7 @@ def _compared(
     tokens, numbers = spans[-1][1], range(len(spans))
     with entered(replace(unit, tokens=tokens, slice=None)):
         result = stage.forward(0, x, target)
-        passed = _passed(stage, 0, gradient)
+        passed = stage.passed_back(0, gradient)
         stage.discard(0)
     starts = tuple(begin for begin, _ in spans)
     units = [
@@ -93,7 +93,7 @@ def _compared(
     all_passed: list[Tensor | None] = [None for _ in numbers]
     for number in reversed(numbers):
         with entered(units[number]):
-            all_passed[number] = _passed(stage, number, None if gradients is None else gradients[number])
+            all_passed[number] = stage.passed_back(number, None if gradients is None else gradients[number])
     for number in numbers:
         stage.discard(number)
     pairs = [(result, torch.stack(results).sum())] if leaving is None else _pairs(leaving, result, results, spans)
@@ -101,12 +101,6 @@ def _compared(
         return pairs
     entry = replace(bundle_of(passed, "its first layer"), tokens=tokens) if stage.is_first else entering
     return pairs + _pairs(entry, passed, all_passed, spans)
-
-
-def _passed(stage: StageExecution, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-    """Return the gradient of the input, or, where it has none, of what the model begins with."""
-    found = stage.backward_input(microbatch, gradient)
-    return stage.entry_gradient(microbatch) if stage.is_first else found
 
 
 def _pairs(border: Bundle, whole: Tensor, found: Sequence[Tensor | None], spans: Spans) -> list[tuple[Tensor, Tensor]]:

@@ -31,6 +31,11 @@ def _is_fsdp(module: object) -> TypeIs[FSDPModule]:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def class_of(module: nn.Module) -> type:
+    """The class of a module as its author has it: FSDP2 gives it one that inherits from that, too."""
+    return type(module).__bases__[-1] if _is_fsdp(module) else type(module)
+
+
 def is_looked_after(layer: nn.Module) -> bool:
     """Whether DDP or FSDP2 looks after the layer or a part of it."""
     return any(isinstance(part, DistributedDataParallel) or _is_fsdp(part) for part in layer.modules())

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import attention, engine
 from runtime_torch.microbatch import inner_layer, takes
+from runtime_torch.replicas import class_of
 from runtime_torch.surroundings import autocast_now
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def is_sliceable(layer: nn.Module) -> bool:
     """Whether a layer says that it can be sliced: by its `sliceable`, or, without that, by naming the carry."""
     inner = inner_layer(layer)
     said = getattr(inner, "sliceable", None)
-    return takes(layer, "carry") or type(inner) in BY_TOKEN if said is None else bool(said)
+    return takes(layer, "carry") or class_of(inner) in BY_TOKEN if said is None else bool(said)
 
 
 @dataclass(slots=True)

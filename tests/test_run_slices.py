@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from functools import partial
 
 import msgspec
 import pytest
@@ -14,7 +16,9 @@ from runtime_cases import MODEL, TEXT, promise_exactly, schedule, tiny_profile
 from small_schedules import Shape
 from test_runtime_library import alone, start_ranks  # noqa: F401  (a fixture)
 from torch import nn
-from user_layers import crossing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from user_layers import Scorer, crossing
 
 import runtime_torch
 from optpipe_compiler.compiler import Options, compile_schedule
@@ -202,6 +206,51 @@ def test_layers_that_say_wrongly_that_they_can_be_sliced_are_refused_in_the_firs
 
 def test_layers_that_draw_random_numbers_can_be_sliced(alone):  # noqa: F811
     assert first_step("dropout").loss > 0
+
+
+class Product(torch.autograd.Function):
+    """A linear layer's product, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.flatten(0, 1).t() @ gradient.flatten(0, 1)
+
+
+class OwnProduct(nn.Module):
+    sliceable = True
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8, 8))
+
+    def forward(self, x):
+        return Product.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_backward_of_its_own_adds_nothing_to_gradients_in_the_trial_before_the_first_step(alone, sharded):  # noqa: F811
+    torch.manual_seed(0)
+    plan = schedule(Shape((0, 0), microbatches=2, tokens=8, cuts=TWO))
+    layers = [nn.Embedding(256, 8), OwnProduct(), OwnProduct(), Scorer(8)]
+    layers[3].sliceable = True
+    whole = nn.ModuleList(copy.deepcopy(layers))
+    inputs, target = models.batch(MODEL, bytes(range(256)), torch.Generator().manual_seed(0), 2)
+    whole[3](nn.Sequential(*whole[:3])(inputs), target).backward()
+    prepare = partial(fully_shard, mesh=init_device_mesh("cpu", (1,))) if sharded else None
+    stages, seen = built(plan, layers, prepare=prepare), []
+    for parameter in stages.module.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)  # where an optimizer may step
+    runtime_torch.Runner(plan, stages, bytes_tolerance=None).step(inputs, target=target)
+    assert len(seen) == len(list(whole.parameters())) * (1 if sharded else 2 * 2)
+    for found, wanted in zip(stages.module.parameters(), whole.parameters(), strict=True):
+        gradient = found.grad.full_tensor() if sharded else found.grad
+        torch.testing.assert_close(gradient, wanted.grad)
 
 
 def test_a_batch_without_the_tokens_that_are_cut_is_refused():

@@ -74,7 +74,8 @@ def named(name: str, layers: Mapping[str, nn.Module]) -> nn.Parameter:
 def share(ties: Iterable[Sequence[str]], layers: Mapping[str, nn.Module]) -> None:
     """Let layers of one process share their tied parameters: all get that of the first."""
     for tie in merged(ties):
-        first, *others = (_Place.of(name, layers) for name in tie)
+        first, *others = places = [_Place.of(name, layers) for name in tie]
+        _refuse_unlike(tie, [_kind(place.parameter) for place in places])
         for other in others:
             other.put(first.parameter)
 
@@ -173,6 +174,7 @@ class Ties:
         for names in merged(declared):
             ranks = [owner[layer_of(name, owner)] for name in names]
             mine = [_Place.of(name, layers) for name, one in zip(names, ranks, strict=True) if one == rank]
+            _refuse_unlike(names, [_kind(place.parameter) for place in mine])
             self._ties.append(_Tie(names, sorted(set(ranks)), ranks[0], mine))
 
     def separate(self) -> None:
@@ -207,9 +209,7 @@ class Ties:
             if theirs != first:
                 raise BadInput(f"rank {rank} was built with the ties {_show(theirs)}, rank 0 with {_show(first)}")
         for tie, *ranks in zip(across, *found, strict=True):
-            kinds = dict.fromkeys(kind for _, own in ranks for kind in own)
-            if len(kinds) > 1:
-                raise BadInput(f"{_show([tie.names])}: tied, but {' and '.join(kinds)}")
+            _refuse_unlike(tie.names, [kind for _, own in ranks for kind in own])
         with torch.no_grad():
             for tie in self._ties:
                 tie.joined = [type(parameter.data) for parameter in tie.parameters()]
@@ -350,6 +350,12 @@ def _kind(parameter: nn.Parameter) -> str:
     other = "" if gradient == parameter.dtype else f" with gradients in {str(gradient).removeprefix('torch.')}"
     frozen = "" if parameter.requires_grad else ", frozen"
     return f"{dtype} of shape {tuple(parameter.shape)}{shard}{other}{frozen}"
+
+
+def _refuse_unlike(names: Names, kinds: Iterable[str]) -> None:
+    """Raise BadInput where copies of a parameter are of several kinds: which of them all would get nobody says."""
+    if len(different := dict.fromkeys(kinds)) > 1:
+        raise BadInput(f"{_show([names])}: tied, but {' and '.join(different)}")
 
 
 def _show(ties: Iterable[Names]) -> str:

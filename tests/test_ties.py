@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -440,6 +441,25 @@ def test_a_tied_parameter_that_is_unfrozen_by_one_of_its_names_is_refused_on_all
 def test_a_tie_of_something_else_is_refused(name, sentence):
     with pytest.raises(BadInput, match=f"^{sentence}$"):
         runtime_torch.build_stages(case.plan((0, 1)), case.builders(), 0, "cpu", ties=[(name, TIE[1])])
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (lambda weight: weight.repeat(2, 1), "float32 of shape (32, 8)"),
+        (lambda weight: weight.double(), "float64 of shape (16, 8)"),
+        (lambda weight: weight.detach(), "float32 of shape (16, 8), frozen"),
+    ],
+)
+def test_parameters_of_several_kinds_on_one_device_are_refused_as_on_several(other, kind):
+    layers = [make() for make in case.builders()]
+    found = other(layers[3].logits.weight)
+    layers[3].logits.weight = nn.Parameter(found.detach(), found.requires_grad)
+    sentence = f"0.tokens.weight = 3.logits.weight: tied, but float32 of shape (16, 8) and {kind}"
+    with pytest.raises(BadInput, match=f"^{re.escape(sentence)}$"):
+        runtime_torch.build_stages(case.plan((0, 0)), layers, 0, "cpu", ties=[TIE])
+    with pytest.raises(BadInput, match=f"^{re.escape(sentence)}$"):
+        ties.share([TIE], {str(number): layer for number, layer in enumerate(layers)})
 
 
 @pytest.mark.runtime

@@ -14,9 +14,10 @@ from small_schedules import Shape, profile_for, random_cuts
 from optpipe_compiler import compiler
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile, Sliceable
 from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.placement import layout
-from optpipe_compiler.model.problem import Caps, Freedom, Problem, build, coarsen
+from optpipe_compiler.model.problem import Caps, Freedom, Problem, Slicing, build, coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule
 from optpipe_compiler.plan.slices import cut
 from optpipe_compiler.solver.window import Window
@@ -109,6 +110,21 @@ def test_a_slice_that_is_not_recomputed_does_not_hold_up_the_recomputation_of_an
 
 def _earlier(a, name, *, first):
     return getattr(a[0, first], name) < getattr(a[0, 1 - first], name)
+
+
+def test_what_the_last_slice_alone_can_give_up_it_can_in_the_solvers_units_too():
+    """Of 3000 bytes, all keys and values, those of the first slice stay: what leaves is half a unit of a mean slice."""
+    keys = Sliceable(carry_bytes=3000, carry_gradient_bytes=0)
+    layer = Layer(name="l", forward_ns=30, backward_input_ns=30, backward_weight_ns=30, saved_bytes=3000, slices=keys)
+    machine = Machine(devices=1, links=[Link(d2h_bytes_per_s=10**12, h2d_bytes_per_s=10**12)])
+    profile = Profile(name="keys", machine=machine, layers=[layer], sequence_length=3)
+    slicing = Slicing(3, ((0, 2, 3),), (0,))
+    one = build(profile, layout("linear", 1, 1, [1]), 1, Caps(3000, None), Freedom(), slicing=slicing)
+    coarse = coarsen(one)
+    assert coarse.unit_bytes == 1000
+    assert coarse.able(0) == one.able(0) == (True, True, True)
+    for name in ("offload", "recompute"):
+        assert plans.best(coarse, lambda a, name=name: [getattr(a[0, 1], name) == 1]) is not None
 
 
 def test_windows_of_slices_keep_what_is_outside_and_every_law():

@@ -284,12 +284,21 @@ class Problem:
 
     def can_offload(self, stage: int) -> bool:
         """Whether offloading this stage's activations is allowed, possible and of any use."""
-        item = self.stages[stage]
-        return self.freedom.offload and self.link_of[item.device] is not None and item.moved > 0
+        here = self.link_of[self.stages[stage].device]
+        return self.freedom.offload and here is not None and self._can_shrink[stage][0]
 
     def can_recompute(self, stage: int) -> bool:
         """Whether recomputing this stage frees memory at all and is allowed."""
-        return self.freedom.recompute and self.stages[stage].checkpoint < self.stages[stage].saved
+        return self.freedom.recompute and self._can_shrink[stage][1]
+
+    @cached_property
+    def _can_shrink(self) -> list[tuple[bool, bool]]:
+        """By stage, whether an offload moves anything of some unit, and whether a recompute makes it hold less.
+
+        The mean unit, rounded down, does not say so: the last slice alone may give up what later ones would read.
+        """
+        of_stages = zip(*self.by_class, strict=True)
+        return [(any(one.moved > 0 for one in of), any(one.checkpoint < one.saved for one in of)) for of in of_stages]
 
     def able(self, stage: int) -> tuple[bool, bool, bool]:
         """Return what may become of this stage's activations, by `schedule.Mode`."""

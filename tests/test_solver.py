@@ -211,6 +211,18 @@ def test_messages_count_from_when_they_are_made_until_they_are_read_and_delivere
         assert found is None or peaks(found[1])[device] <= units
 
 
+def test_a_recompute_holds_no_message_but_the_gradient_that_waits():
+    """Two stages on one device, of 4 units and 3 of a message: no op needs more than both."""
+    one = problem(1, 1, 7, per_device=2, placement="loop")
+    sender, reader = (replace(stage, forward_extra=3, backward_extra=3) for stage in one.stages)
+    one = replace(one, stages=(replace(sender, outgoing=3), replace(reader, incoming=3)))
+    forced = taken(recompute=1, split=0)
+    found = best(one, forced)
+    assert found is not None
+    assert (found[0], peaks(found[1])) == (2 * (10 + 10 + 20), [7])
+    assert best(replace(one, budget=(6,)), forced) is None
+
+
 @pytest.mark.parametrize(("microbatches", "needs"), [(1, 8), (2, 8)])
 def test_offloads_of_all_devices_share_the_host_even_at_different_times(microbatches, needs):
     """Each device has a fixed share of at least one activation; a second one reuses it."""

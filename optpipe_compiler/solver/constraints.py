@@ -190,7 +190,7 @@ def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budg
 
 
 def _while_running(held: _Cumulative, problem: Problem, s: int, m: int, a: Activation, growth: int) -> None:
-    """Transient bytes and messages exist while their op runs."""
+    """Transient bytes and messages exist while their op runs; a recompute reads no message and writes none."""
     stage, name = problem.at(s, m), f"{s}_{m}"
     held.add(a.forward, a.forward + stage.forward, stage.forward_extra, None, f"F_extra_{name}")
     fused, halves = stage.backward_extra, stage.backward_input_extra + stage.captured - growth
@@ -199,7 +199,8 @@ def _while_running(held: _Cumulative, problem: Problem, s: int, m: int, a: Activ
     held.add(a.backward, a.backward_end, halves - min(fused, halves), a.split, f"I_extra_{name}")
     held.add(a.weight, a.weight + stage.backward_weight, stage.backward_weight_extra, a.split, f"W_extra_{name}")
     if problem.can_recompute(s):
-        held.add(a.again, a.again + stage.recompute, stage.forward_extra, a.recompute, f"R_extra_{name}")
+        extra = stage.forward_extra - stage.incoming - stage.outgoing
+        held.add(a.again, a.again + stage.recompute, extra, a.recompute, f"R_extra_{name}")
 
 
 def _messages(resources: list[_Cumulative], problem: Problem, v: Variables, s: int, m: int, a: Activation) -> None:

@@ -165,6 +165,19 @@ def test_one_schedule_alone_is_planned_where_it_is_asked_for_and_defined():
     assert found.infeasible > 0
 
 
+@pytest.mark.parametrize("method", ["gpipe", "gpipe-recompute", "bfs"])
+def test_a_schedule_that_holds_all_microbatches_needs_memory_for_the_whole_step(method):
+    profile = uniform(4, 4, boundary_fraction=0.25)
+    many, degrees = replace(QUESTION, batch=36, method=method), [Degrees(4, 1, 1, 1, 36)]
+    options = Options(mem_bytes=10**12, microbatches=36, devices=4, method=method, search=False, reproducible=True)
+    whole = plan(Instance(profile, settled(profile, replace(options, time_limit_s=0.0, workers=1))))
+    (row,) = advise(many, degrees, lambda _: Costs(profile, 0, 0), pool=answers_here).configurations
+    assert (row.planned_microbatches, row.peak_bytes) == (16, whole.peak_bytes)
+    short = replace(many, mem_bytes=whole.peak_bytes - 1)
+    with pytest.raises(Infeasible, match=rf"the most promising: {method} needs .* for 36 microbatches"):
+        advise(short, degrees, lambda _: Costs(profile, 0, 0), pool=answers_here)
+
+
 def test_that_no_known_schedule_fits_is_said(monkeypatch):
     def last(instance):
         return replace(plan(instance), method="one-at-a-time")

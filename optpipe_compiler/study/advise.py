@@ -38,6 +38,8 @@ PROVED = 10_000
 """Microbatches of a step that a bound is proved for at most: more take at least as long, and longer to prove."""
 LONGEST = 64
 """Devices of a pipeline at most."""
+HOLDS_ALL = ("gpipe", "gpipe-recompute", "bfs")
+"""Known schedules that hold something of every microbatch before the first backward: of a longer step, more."""
 NEARLY_FULL = 0.97
 """A device is said to be limited by memory from this share of the cap on."""
 ONE_AT_A_TIME = "one-at-a-time"
@@ -223,7 +225,9 @@ def advise(
     answered = 0
     for instance, planned in pool(_planned, _promising(candidates, found, question, asked), question.jobs):
         answered += 1
-        configuration = _configuration(asked[id(instance)][1], planned, question)
+        candidate = asked[id(instance)][1]
+        planned = _of_all(planned, candidate.degrees, question)
+        configuration = _configuration(candidate, planned, question)
         if configuration is None:
             reasons.append(planned.reason)
         else:
@@ -298,6 +302,24 @@ def _planned(instance: Instance) -> Planned:
         if instance.options.method is None:
             raise
         return Planned("infeasible", None, 0, reason=str(error))
+
+
+def _of_all(planned: Planned, degrees: Degrees, question: Question) -> Planned:
+    """Return the plan with what it holds in the whole step, or that this does not fit, where the only schedule that is
+    asked for holds more of a longer step than of the microbatches that were planned."""
+    if planned.schedule is None or question.method not in HOLDS_ALL:
+        return planned
+    schedule = planned.schedule.schedule
+    more = degrees.microbatches - schedule.setup.microbatches
+    held = [0] * schedule.setup.devices
+    for stage in schedule.stages:
+        recomputed = question.method == "gpipe-recompute"
+        held[stage.device] += stage.checkpoint_bytes[0] if recomputed else sum(stage.saved_bytes)
+    peak = max(device.peak_bytes + more * held[device.device] for device in schedule.devices)
+    if peak <= question.mem_bytes:
+        return replace(planned, peak_bytes=peak)
+    reason = f"{question.method} needs {show_bytes(peak)} for {counted(degrees.microbatches, 'microbatch')}"
+    return Planned("infeasible", None, planned.bound_ns, reason=reason)
 
 
 def _planned_microbatches(degrees: Degrees) -> int:

@@ -437,6 +437,16 @@ def test_the_file_is_whole_after_every_point_and_continued_after_an_interruption
     assert len(json.loads(Path("sweep.json").read_text())["points"]) == 6
 
 
+def test_a_sweep_that_took_other_noise_is_not_gone_on_with(tmp_path):
+    costs, path = study.SweptCosts.of(uniform(2, 2)), tmp_path / "sweep.json"
+    noisy = Options(mem_bytes=0, noise=0.1)
+    path.write_text(canonical(study.begin(None, costs, noisy)))
+    assert study.begin(path, costs, noisy).options["noise"] == 0.1
+    for other in (None, 0.3):
+        with pytest.raises(BadInput, match=rf"\$.options.noise is 0.1, expected {other}; name another file"):
+            study.begin(path, costs, Options(mem_bytes=0, noise=other))
+
+
 def test_an_interruption_before_the_first_point_ends_with_exit_code_130(run, monkeypatch):  # noqa: F811
     def interrupt(*arguments):
         raise KeyboardInterrupt

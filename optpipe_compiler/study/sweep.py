@@ -31,7 +31,7 @@ REVISION = 4
 """1: GPUs. 2: whether a point is finished. 3: slices, and lengths of microbatches. 4: the least memory that
 would do."""
 
-BEFORE = {"slices": 1, "lengths": None}
+BEFORE = {"slices": 1, "lengths": None, "noise": None}
 """What files of earlier revisions were planned with and do not say."""
 
 Scalar = str | int | float | bool | None
@@ -126,7 +126,7 @@ def begin(path: Path | None, costs: SweptCosts, common: Options) -> Sweep:
     """Return what is in the file, or an empty sweep; raise BadInput where the file is of other costs or options."""
     varies = (
         *("mem_bytes", "microbatches", "devices", "further", "workers", "seeds", "kept", "keep"),
-        *("noise", "units", "lengths"),
+        *("units", "lengths"),
     )
     digests = {gpu: profile.digest() for gpu, profile in costs.profiles.items()}
     lengths = None if common.lengths is None else ",".join(map(str, common.lengths))

@@ -116,6 +116,7 @@ class Runner:
         loss where the last stage is.
         """
         self._refuse_failed()
+        torch.clear_autocast_cache()  # in one region with an optimizer its copies are those of weights before
         modes = [module.training for module in self._stages.module.modules()]
         modes += [parameter.requires_grad for parameter in self._stages.module.parameters()]
         is_new = self._ready != modes  # they change other buffers than in evaluation, and save more than frozen
@@ -188,6 +189,7 @@ class Runner:
         Whether layers are in training mode is the caller's business. `keywords` and `losses` are as in `step`.
         """
         self._refuse_failed()
+        torch.clear_autocast_cache()
         is_alone = dist.get_world_size(self._group) == 1  # nobody waits for what does not come
         with nullcontext() if is_alone else self._in_one_piece(raises_together=True):
             batch, _ = self._batches.divide(inputs, target, None, keywords, _problem_with(losses), forward_only=True)

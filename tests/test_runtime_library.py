@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import subprocess
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -774,6 +775,30 @@ def test_what_passes_between_layers_under_autocast_is_found_under_it(alone, firs
     assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-2)
     for parameter, wanted in zip(stages.module.parameters(), nn.ModuleList(whole).parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, wanted.grad, rtol=0.05, atol=2e-3)
+
+
+def test_one_region_of_autocast_around_steps_and_optimizer_trains_as_one_around_each_step(alone):
+    torch.manual_seed(0)
+    layers = [nn.Embedding(16, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), Scores(HIDDEN, 16)]
+    tokens, schedule = torch.randint(16, (2 * MICROBATCHES, LENGTH)), plan((0, 0))
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    found = []
+    for region in (autocast, nullcontext):
+        with autocast():
+            given = {"inputs": [tokens[:2]], "target": tokens[:2]}
+            stages = runtime_torch.build_stages(schedule, copy.deepcopy(layers), 0, "cpu", **given)
+        runner = runtime_torch.Runner(schedule, stages)
+        optimizer = torch.optim.SGD(stages.module.parameters(), lr=1.0)
+        losses = []
+        with nullcontext() if region is autocast else autocast():
+            for _ in range(3):
+                with region():
+                    losses += [runner.eval(tokens, target=tokens), runner.step(tokens, target=tokens).loss]
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(losses)
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][2] != found[0][4]
 
 
 class Counts(nn.Module):

@@ -8,6 +8,7 @@ that equal optimizers keep them equal.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 Names = tuple[str, ...]
 """The names of one tied parameter."""
+SAMPLES = 64
+"""Numbers of a tied parameter that are compared in each step."""
+MOST_APART = 0.1
+"""The share of their norm by which those of two copies may differ: optimizers that round at random let them drift."""
 
 
 def shared(layers: Mapping[str, nn.Module]) -> list[Names]:
@@ -236,10 +241,11 @@ class Ties:
     def begin(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """A step begins: put aside what earlier steps left.
 
-        Raises BadInput on all ranks alike where some copies of a parameter are trained and others frozen.
+        Raises BadInput on all ranks alike where some copies of a parameter are trained and others frozen, or have other
+        values.
         """
         if self._has_copies:
-            self._compare_trained(group, device)
+            self._compare(group, device)
         for tie in self._shared_out():
             tie.before = {parameter: parameter.grad for parameter in tie.between_steps()}
             tie.changes = [engine.changes(parameter) for parameter in tie.before]
@@ -253,15 +259,28 @@ class Ties:
                 parameter.grad = before
             tie.before.clear()
 
-    def _compare_trained(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        copies = [[one.requires_grad for one in tie.parameters()] for tie in self._ties]
-        message = torch.tensor([[sum(trained), len(trained)] for trained in copies], device=device)
-        dist.all_reduce(message, group=group)
-        for tie, (trained, count) in zip(self._ties, message.tolist(), strict=True):
-            if 0 < trained < count:
+    @torch.no_grad()
+    def _compare(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Raise BadInput on all ranks where copies are not trained alike, or have become other parameters."""
+        message = torch.full((len(self._ties), 2, 1 + SAMPLES), -torch.inf, dtype=torch.float64, device=device)
+        for own, tie in zip(message, self._ties, strict=True):
+            for one in tie.parameters():
+                own[0 if one.requires_grad else 1, 0] = 1
+                numbers = _samples(_local(one))
+                torch.maximum(own[:, 1:], torch.stack([numbers, -numbers]), out=own[:, 1:])
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+        for tie, ((trained, *largest), (frozen, *smallest)) in zip(self._ties, message.tolist(), strict=True):
+            if trained == frozen == 1:
                 raise BadInput(
                     f"{_show([tie.names])}: tied, but trained in some layers and frozen in others, expected "
                     "requires_grad set alike by each of its names, on all ranks"
+                )
+            apart = math.hypot(*(a + b for a, b in zip(largest, smallest, strict=True)))
+            if MOST_APART * math.hypot(*largest) < apart < math.inf:
+                raise BadInput(
+                    f"{_show([tie.names])}: tied, but the layers have other values, as where weights were loaded or "
+                    "made under one of the names after the Runner, expected the same under each of them, or before "
+                    "the Runner, which lets all begin as the first"
                 )
 
     @torch.no_grad()
@@ -340,6 +359,13 @@ def _dense(gradient: Tensor) -> Tensor:
 def _local(tensor: Tensor) -> Tensor:
     """This rank's shard."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _samples(tensor: Tensor) -> Tensor:
+    """Return the sizes of some of its numbers, as many of any tensor."""
+    found = tensor.detach().flatten()
+    found = found[:: max(1, len(found) // SAMPLES)][:SAMPLES].abs().double()
+    return torch.nn.functional.pad(found, (0, SAMPLES - len(found)))
 
 
 def _kind(parameter: nn.Parameter) -> str:

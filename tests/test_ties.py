@@ -124,6 +124,28 @@ def test_a_state_dict_that_is_assigned_parts_what_is_tied_which_is_said(alone): 
         runner.step(*inputs, target=target)
 
 
+@pytest.mark.parametrize("wrapped", ["ddp", "fsdp"])
+def test_copies_of_which_one_alone_was_loaded_are_refused(alone, wrapped):  # noqa: F811
+    """As files of tied models have one of the names; where layers share the parameter that is enough."""
+    schedule, (inputs, target) = case.plan((0, 0)), draw(0)
+    shard = partial(fully_shard, mesh=init_device_mesh("cpu", (1,)))
+    prepare = nn.parallel.DistributedDataParallel if wrapped == "ddp" else shard
+    stages = runtime_torch.build_stages(
+        schedule, case.builders(), 0, "cpu", **case.microbatch(), ties=[TIE], prepare=prepare
+    )
+    runner = runtime_torch.Runner(schedule, stages)
+    copies = [
+        one for name, one in stages.module.named_parameters() if name.endswith(("tokens.weight", "logits.weight"))
+    ]
+    with torch.no_grad():
+        copies[0].mul_(0.5)
+    with pytest.raises(BadInput, match=r"^0.tokens.weight = 3.logits.weight: tied, but the layers have other values"):
+        runner.step(*inputs, target=target)
+    with torch.no_grad():
+        copies[1].mul_(0.51)
+    runner.step(*inputs, target=target)
+
+
 def test_copies_that_an_optimizer_changes_in_a_hook_are_refused(alone):  # noqa: F811
     """FSDP2 calls such hooks once, behind the last backward, when a copy has the gradient of its own layer alone."""
     schedule, (inputs, target) = case.plan((0, 0)), draw(0)

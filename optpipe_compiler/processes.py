@@ -17,10 +17,10 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker, util
-from multiprocessing.connection import Connection, wait
+from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.connection import Connection, answer_challenge, wait
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from types import TracebackType
 
+WAITS = forkserver.read_signed.__code__, answer_challenge.__code__
+"""What a process does while its server does not yet answer; the second from Python 3.14 on."""
 END_S = 2.0
 """How long a process may take to be gone when it has hung up, or was told to end."""
 
@@ -84,7 +86,8 @@ class Processes:
         self._errors.append(errors)
         self._lines[here] = number
         try:
-            with _surroundings(), _undisturbed():
+            is_served = self._context.get_start_method() == "forkserver"
+            with _surroundings(), _undisturbed(is_served=is_served):
                 process.start()
         finally:
             there.close()
@@ -213,24 +216,39 @@ def _surroundings() -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _undisturbed(*, is_served: bool = False) -> Iterator[None]:
     """Deliver signals only when a process has been started as a whole: a half-started one would say so on stderr.
 
     For Ctrl-C, which a terminal sends to all, that holds in the process, too: it begins with SIGINT blocked. Python's
     resource tracker, which starts with the first process and unblocks SIGINT when it has, is started before that.
+
+    A server that forks (`is_served`) may import for seconds before it starts its first process. What it is to start is
+    with it by then, and ends by itself when nobody waits for it: Ctrl-C is not held back then.
     """
     caught: list[int] = []
+    may_raise = is_served and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def late(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code not in WAITS:
+            frame = frame.f_back
+        if may_raise and number == signal.SIGINT and frame is not None:
+            raise KeyboardInterrupt
+        caught.append(number)
+
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     is_main = threading.current_thread() is threading.main_thread()  # no other one may say what signals do
-    handlers = {n: signal.signal(n, lambda number, frame: caught.append(number)) for n in numbers if is_main}
+    handlers = {n: signal.signal(n, late) for n in numbers if is_main}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        if is_served:  # whose processes have its mask
+            forkserver.ensure_running()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in reversed(handlers.items()):  # Ctrl-C last: it would leave the others as they are
             signal.signal(number, handler)
-        for late in caught:
-            os.kill(os.getpid(), late)
+        for each in caught:
+            os.kill(os.getpid(), each)

@@ -41,3 +41,46 @@ def test_a_process_that_has_done_its_work_puts_away_what_it_has_made(tmp_path):
         check=False,
     )
     assert (done.stdout, done.stderr) == ("[(0, 'done')]\n", "")
+
+
+SERVED = """
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from optpipe_compiler.processes import Processes
+from work import work
+
+def press():
+    while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "read_signed":
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+if __name__ == "__main__":
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["slow"])
+    threading.Thread(target=press).start()
+    try:
+        with Processes(server) as processes:
+            processes.start(work)
+    except KeyboardInterrupt:
+        print(os.path.exists("imported"))
+"""
+
+
+def test_ctrl_c_is_answered_while_a_server_still_imports(tmp_path):
+    (tmp_path / "work.py").write_text(WORK)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(5)\nopen('imported', 'w').close()\n")
+    (tmp_path / "main.py").write_text(SERVED)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "main.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("False\n", "")
+    assert (tmp_path / "imported").exists(), "the server has ended by itself"

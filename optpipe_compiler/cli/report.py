@@ -107,10 +107,10 @@ def _baselines(
 def _chosen(schedule: Schedule, wanted: tuple[str, ...]) -> list[str]:
     """Return the names of the baselines to draw, the best first, without those that a user has registered."""
     from optpipe_compiler.published import METHODS
-    from optpipe_compiler.view.baselines import best, ranked
+    from optpipe_compiler.view.baselines import best, is_itself, ranked
 
     fits = [name for _, name, baseline in ranked(schedule) if baseline.fits]
-    fitting = [name for name in fits if name in METHODS and name != schedule.forecast.method]
+    fitting = [name for name in fits if name in METHODS and not is_itself(schedule, name)]
     for name in wanted:
         if name != "all" and name not in fitting:
             some = ", ".join(fitting[:5]) + (", ..." if len(fitting) > 5 else "") or "none"

@@ -50,6 +50,12 @@ def best(schedule: Schedule, kinds: tuple[BaselineKind, ...] | None = None) -> s
     return next((name for _, name, b in ranked(schedule) if b.fits and (kinds is None or b.kind in kinds)), None)
 
 
+def is_itself(schedule: Schedule, name: str) -> bool:
+    """Whether the schedule is that baseline itself, and not its order on another placement, or another start of it."""
+    forecast = schedule.forecast
+    return name == forecast.method and forecast.baselines[name].makespan_ns == forecast.makespan_ns
+
+
 def whose(schedule: Schedule, name: str) -> str:
     """Return `gis-offload-3, a composition`; the name alone where the kind is not known."""
     words = WORDS.get(kind(schedule, name))
@@ -59,6 +65,6 @@ def whose(schedule: Schedule, name: str) -> str:
 def faster(schedule: Schedule, name: str) -> str:
     """Say by how much this schedule is faster than a baseline, in steps per second."""
     ratio = (schedule.forecast.baselines[name].makespan_ns or 0) / max(1, schedule.forecast.makespan_ns) - 1
-    if name == schedule.forecast.method or not ratio:
+    if not ratio:
         return "as fast"
     return f"{abs(ratio):.1%} {'faster' if ratio > 0 else 'slower'}"

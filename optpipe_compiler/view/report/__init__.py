@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import counted, printable, show_ns
 from optpipe_compiler.forecast import analyse
-from optpipe_compiler.view.baselines import OTHERS, whose
+from optpipe_compiler.view.baselines import OTHERS, is_itself, whose
 from optpipe_compiler.view.baselines import best as best_of
 from optpipe_compiler.view.look import HELD, IDLE, for_page
 from optpipe_compiler.view.report import tables
@@ -87,7 +87,7 @@ def _lines(schedule: Schedule, measured: Measured | None) -> list[dict[str, obje
         for what, name in (("best of papers and stock", best_of(schedule, OTHERS)), ("best of all", best_of(schedule)))
     }
     for name, what in best.items():
-        if name is not None and name != forecast.method:
+        if name is not None and not is_itself(schedule, name):
             lines.append((forecast.baselines[name].makespan_ns or 0, f"{what}, {name}", True))
     if measured is not None:
         lines.append((measured.end_ns, "measured", True))

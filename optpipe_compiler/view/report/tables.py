@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import counted, printable, short_bytes, show_layers, show_ns
-from optpipe_compiler.view.baselines import OTHERS, best, kind, missing, ranked, whose
+from optpipe_compiler.view.baselines import OTHERS, best, is_itself, kind, missing, ranked, whose
 from optpipe_compiler.view.look import IDLE
 from optpipe_compiler.view.summary import counts, selective_layers
 
@@ -174,7 +174,7 @@ def _how_to_draw(schedule: Schedule, drawn: Sequence[str]) -> str:
         return (
             "A name that is underlined is drawn below this schedule when clicked; report --baseline NAME adds others."
         )
-    if found == schedule.forecast.method:
+    if is_itself(schedule, found):
         return f"This schedule is {found} itself."
     return f"The line in the chart is where {found} ends; report --profile draws all of it below this schedule."
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from msgspec import structs
 from small_schedules import Shape, build, changed
 
 from optpipe_compiler.documents import ir
@@ -156,6 +157,16 @@ def test_a_cut_for_megatron_says_that_its_microbatches_are_whole(export):
     outcome = export("cut.json", "--to", "megatron-layout")
     assert outcome.code == 0
     assert "Megatron runs the cut in its own order, without waits, memory ops and slices: other peaks" in outcome.err
+
+
+def test_a_cut_for_megatron_says_that_lengths_and_selective_recompute_stay_behind(export):
+    plan = build(Shape(tokens=8, cuts=((0, 8), (0, 3))))
+    stages = [structs.replace(stage, selective=list(range(*stage.layers))) for stage in plan.stages]
+    Path("cut.json").write_text(ir.to_text(ir.seal(structs.replace(plan, stages=stages))))
+    outcome = export("cut.json", "--to", "megatron-layout")
+    assert outcome.code == 0, outcome.err
+    said = "without waits, memory ops, unequal lengths of microbatches and selective recompute: other peaks"
+    assert said in outcome.err
 
 
 @pytest.mark.parametrize("kind", ["torch-csv", "primus"])

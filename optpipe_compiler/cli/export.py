@@ -114,16 +114,28 @@ def _picture(checked: Checked, kind: str) -> str:
 def _layout(checked: Checked, profile_path: Path | None, *, silent: bool) -> str:
     """Return the line, which is printed, too, to be pasted."""
     from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.documents.units import enumerated
     from optpipe_compiler.export import megatron
 
     profile = profiles.load(profile_path) if profile_path else None
     line = megatron.render(checked, profile)
     if not silent:
         say(line)
-    what = "waits, memory ops and slices" if checked.schedule.setup.slices > 1 else "waits and memory ops"
-    note(f"optpipe: Megatron runs the cut in its own order, without {what}: other peaks")
+    note(f"optpipe: Megatron runs the cut in its own order, without {enumerated(_left(checked.schedule))}: other peaks")
     _say_what_layers_are(checked, profile)
     return line + "\n"
+
+
+def _left(schedule: Schedule) -> list[str]:
+    """Return what of a plan stays behind where its cut alone is handed over."""
+    left = {
+        "waits": True,
+        "memory ops": True,
+        "slices": schedule.setup.slices > 1,
+        "unequal lengths of microbatches": len(set(schedule.setup.lengths or ())) > 1,
+        "selective recompute": any(stage.selective_layers for stage in schedule.stages),
+    }
+    return [what for what, is_there in left.items() if is_there]
 
 
 def _say_what_layers_are(checked: Checked, profile: Profile | None) -> None:

@@ -18,7 +18,7 @@ from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import static_bytes
 from optpipe_compiler.plan.selective import selectively
-from optpipe_compiler.verify import verify
+from optpipe_compiler.verify import check, verify
 from tests.instances import uniform
 
 MB = 10**6
@@ -108,6 +108,13 @@ def test_stock_checkpointing_of_cheap_tensors_is_a_baseline_where_memory_is_tigh
     without = structs.replace(costs(), layers=[structs.replace(one, selective=None) for one in costs().layers])
     with pytest.raises(BadInput, match="1f1b-selective: is for layers that can make cheap tensors again"):
         compile_schedule(without, Options(mem_bytes=3600 * MB, microbatches=12, method="1f1b-selective"))
+
+
+def test_stock_checkpointing_of_cheap_tensors_is_emitted_on_a_kept_placement_too():
+    stock = check(planned(3600, method="1f1b-selective", offload=False))
+    again = planned(3600, method="1f1b-selective", offload=False, keep=stock)
+    assert (again.forecast.makespan_ns, named(again)) == (stock.schedule.forecast.makespan_ns, list(range(8)))
+    assert named(planned(5000, method="1f1b", keep=stock)) == []
 
 
 def test_a_file_of_version_1_has_no_selective_recompute(tight):

@@ -49,9 +49,9 @@ def layouts(profile: Profile, options: Settled) -> list[Layout]:
     most = largest(profile, options)
     if options.keep is not None:
         kept = replace(seeds.layout_or_given(options.keep.schedule), selective=frozenset())
-        is_free = options.recompute and options.method is None
-        again = selectively(profile, [kept], options.mem_bytes, most) if is_free else ()
-        return [kept, *again]
+        if options.method in METHODS:
+            return [kept, *(selectively(profile, [kept], 0) if METHODS[options.method].is_selective else ())]
+        return [kept, *(selectively(profile, [kept], options.mem_bytes, most) if options.recompute else ())]
     work = layers_ns(profile)
     wanted = options.stages_per_device
     every = ("loop", "v") if wanted else tuple(SEVERAL)  # of one stage per device all are linear, says `settled`

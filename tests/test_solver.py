@@ -401,12 +401,21 @@ def test_no_schedule_at_all_needs_less_memory_than_one_microbatch_at_a_time(one,
     assert best(replace(one, budget=tuple(max(0, needs - 1 - size) for size in static))) is None
 
 
+def with_messages(stage: Stage, incoming: int, outgoing: int) -> Stage:
+    """A stage that reads and writes messages of so many units."""
+    names = ("forward_extra", "backward_input_extra", "backward_extra")
+    extra = {name: getattr(stage, name) + incoming + outgoing for name in names}
+    return replace(stage, incoming=incoming, outgoing=outgoing, **extra)
+
+
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(one=problems(microbatches=1), data=st.data())
 def test_one_microbatch_needs_no_more_memory_than_the_full_model_finds(one, data):
-    """With and without limits of the hosts."""
+    """With and without limits of the hosts, and with messages that have sizes."""
     static = tuple(data.draw(st.integers(0, 6)) for _ in range(one.devices))
-    roomy = replace(one, budget=(1000,) * one.devices)
+    sent = [0, *(data.draw(st.integers(0, 4)) for _ in one.stages[1:]), 0]
+    stages = tuple(map(with_messages, one.stages, sent, sent[1:]))
+    roomy = replace(one, stages=stages, budget=(1000,) * one.devices)
 
     def most(timed: Schedule) -> int:
         return max(map(int.__add__, static, peaks(timed)))

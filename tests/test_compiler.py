@@ -223,7 +223,8 @@ def test_layers_move_away_from_weights_that_leave_no_memory():
 )
 def test_every_placement_is_searched_that_options_allow_and_layers_permit(layers, options, expected):
     profile = uniform(2, layers)
-    found = layouts(profile, settled(profile, Options(mem_bytes=1000 * GB, **options)))
+    every = layouts(profile, settled(profile, Options(mem_bytes=1000 * GB, **options)))
+    found = [one for one in every if one.is_searched(1000 * GB)]
     named = [(one.name, one.stages // 2) for one in found]
     assert [*dict.fromkeys(named)] == expected
     assert len({(one.name, one.device_of, one.cuts) for one in found}) == len(found)
@@ -650,7 +651,8 @@ def test_a_worse_solution_does_not_replace_a_better_one(monkeypatch):
 def test_where_the_link_is_too_slow_for_whole_activations_a_part_of_their_layers_is_offloaded():
     slow = uniform(2, 4, d2h_ms=3.0, h2d_ms=3.0, shared_links="pairs")
     options = Options(mem_bytes=1500 * 10**6, microbatches=6, placement="linear", recompute=False)
-    (_, whole), (_, part) = compiler.instances(slow, compiler.settled(slow, options))
+    found = compiler.instances(slow, compiler.settled(slow, options))
+    whole, part = (problem for one, problem in found if one.stages == 2)
     assert [stage.staying_layers for stage in whole.stages] == [0, 0]
     assert [stage.staying_layers for stage in part.stages] == [2, 2]
     assert compiler.link_share(whole) == pytest.approx(3 / 6)

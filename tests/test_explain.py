@@ -139,6 +139,15 @@ def test_layers_are_asked_to_be_even_only_where_a_device_has_more_work(schedule)
     assert "even layers" in {change.text for change in listed(uneven, instance(heavy, mem_bytes=3 * GB))}
 
 
+def test_even_layers_are_not_tied_as_the_first_one_is():
+    held = {"count": 1, "static_bytes": 100, "tie": "weight", "tied_bytes": 80}
+    ends = [structs.replace(COSTS.layers[0], name=name, **held) for name in ("embedding", "head")]
+    tied = structs.replace(COSTS, layers=[ends[0], *COSTS.layers, ends[1]])
+    found = [one for one in variations(instance(tied), offloads=False, uneven=True) if one.text == "even layers"]
+    [layer] = found[0].instance.profile.layers
+    assert (layer.tie, layer.tied_bytes, layer.count * value_of(layer.static_bytes)) == (None, 0, 198)
+
+
 def test_even_layers_have_the_same_work_and_bytes_in_all():
     heavy = uniform(3, 2, head_ms=(3, 3, 3))
     odd = Layer(

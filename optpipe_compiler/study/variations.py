@@ -228,7 +228,8 @@ def _even(instance: Instance) -> Profile:
     saved, captured = shared["saved_bytes"], shared["captured_bytes"]
     averaged["checkpoint_bytes"] = min(averaged["checkpoint_bytes"], saved)
     shared["residue_bytes"] = min(max(shared["residue_bytes"], captured), saved + captured)
-    layer = structs.replace(layers[0], name="even", count=count, shared_bytes=0, selective=None, **shared, **averaged)
+    own = {"shared_bytes": 0, "tied_bytes": 0, "tie": None, "selective": None}  # what the first layer has by itself
+    layer = structs.replace(layers[0], name="even", count=count, **own, **shared, **averaged)
     layer = structs.replace(layer, slices=_even_slices(layer, [one.slices for one in layers]))
     return structs.replace(instance.profile, layers=[layer])
 

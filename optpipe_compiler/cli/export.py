@@ -45,7 +45,10 @@ FILES = {"torch": "torch's CSV", "Primus": "Primus's table"}
 @click.option("-o", "--output", type=Output(), help="[default: the schedule's name with a new ending]")
 @click.option("--drop-memory-ops", is_flag=True, help="torch, Primus: leave out offloads, reloads and recomputes.")
 @click.option(
-    "--profile", "profile_path", type=click.Path(path_type=Path), help="torch, Megatron, Primus: layer names."
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path),
+    help="torch, Megatron, Primus: layer names, of the profile it was compiled from.",
 )
 @json_option
 def export(
@@ -71,23 +74,22 @@ def export(
     path = output or _default(schedule_path, kind)
     check_outputs(path, as_json=as_json)
     checked = _checked(ir.load(schedule_path), schedule_path)
+    profile = None if profile_path is None else _profile(profile_path, checked.schedule, schedule_path)
     tool = TOOLS.get(kind)
     if tool is not None:
         _refuse_loss(checked.schedule, schedule_path, drop_memory_ops, FILES[tool])
     if kind == "megatron-layout":
-        files = {path: _layout(checked, profile_path, silent=as_json or is_stdout(path))}
+        files = {path: _layout(checked, profile, silent=as_json or is_stdout(path))}
     elif kind == "primus":
-        from optpipe_compiler.documents import profile as profiles
         from optpipe_compiler.export import primus
 
-        profile = profiles.load(profile_path) if profile_path else None
         files = {path: primus.render(checked, profile)}
         _say_what_layers_are(checked, profile)
     elif kind == "torchtitan":
-        files = _for_torchtitan(path, checked, profile_path, as_json=as_json)
+        files = _for_torchtitan(path, checked, profile, as_json=as_json)
     elif kind == "torch-csv":
         files = _for_torch(path, checked)
-        _say_who_gets_the_target(checked, profile_path)
+        _say_who_gets_the_target(checked, profile)
     else:
         files = {path: _picture(checked, kind)}
     for where, content in files.items():
@@ -111,13 +113,11 @@ def _picture(checked: Checked, kind: str) -> str:
     return svg.render(checked.schedule) if kind == "svg" else chrome_trace.render(checked)
 
 
-def _layout(checked: Checked, profile_path: Path | None, *, silent: bool) -> str:
+def _layout(checked: Checked, profile: Profile | None, *, silent: bool) -> str:
     """Return the line, which is printed, too, to be pasted."""
-    from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.documents.units import enumerated
     from optpipe_compiler.export import megatron
 
-    profile = profiles.load(profile_path) if profile_path else None
     line = megatron.render(checked, profile)
     if not silent:
         say(line)
@@ -153,27 +153,24 @@ def _say_what_layers_are(checked: Checked, profile: Profile | None) -> None:
         )
 
 
-def _say_who_gets_the_target(checked: Checked, profile_path: Path | None) -> None:
+def _say_who_gets_the_target(checked: Checked, profile: Profile | None) -> None:
     """Say that torch's pipelines lack what parts of a head need."""
-    from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.export.ends import head_is_in_parts
 
-    if head_is_in_parts(checked.schedule, profiles.load(profile_path) if profile_path else None):
+    if head_is_in_parts(checked.schedule, profile):
         note(
             "optpipe: the head is in parts, each of which needs the target; torch gives it to the loss alone: stage "
             "modules have to bring it along"
         )
 
 
-def _for_torchtitan(path: Path, checked: Checked, profile_path: Path | None, *, as_json: bool) -> dict[Path, str]:
-    from optpipe_compiler.documents import profile as profiles
+def _for_torchtitan(path: Path, checked: Checked, profile: Profile | None, *, as_json: bool) -> dict[Path, str]:
     from optpipe_compiler.export import torchtitan
 
     if path.suffix != ".py":
         raise BadInput(f"-o is {str(path)!r}, expected a Python file; the CSV is written beside it")
     table = path.with_name(path.stem.removesuffix("_torchtitan") + ENDINGS["torch-csv"])
     check_outputs(path, table, as_json=as_json)
-    profile = profiles.load(profile_path) if profile_path else None
     settings = torchtitan.render(checked, profile, table.name, path.stem)
     _say_what_layers_are(checked, profile)
     return _for_torch(table, checked) | {path: settings}
@@ -191,6 +188,17 @@ def _default(schedule_path: Path, kind: str) -> Path:
     if kind in ("torchtitan", "primus"):
         stem = re.sub(r"\W", "_", stem)
     return schedule_path.with_name(stem + ENDINGS[kind])
+
+
+def _profile(path: Path, schedule: Schedule, schedule_path: Path) -> Profile:
+    """Return the profile; raise BadInput where it is another than the schedule's: names of others are other layers'."""
+    from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.documents.files import check_digest
+
+    found = profiles.load(path)
+    compiled = f"{path}: is not the profile that {schedule_path} was compiled from"
+    check_digest(found.digest(), schedule.provenance.profile_digest, compiled)
+    return found
 
 
 def _checked(schedule: Schedule, path: Path) -> Checked:

@@ -74,6 +74,10 @@ class AboutPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The digests of the schedules from which its search started."""
     text_digest: str = ""
     """Of the schedule's canonical text, which a file that is as it was written has; empty: not known."""
+    notes: list[str] = []
+    """What was to be said of how it was planned."""
+    left_ns: int | None = None
+    """The forecast of a shorter plan that was left since it is late more often under noise."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,8 @@ class Cache:
     def entries(self, family: str = "") -> list[Entry]:
         """Return what is kept, of one family or all; the latest used first."""
         found = []
-        for path in self.folder.glob(f"{family}*{SUFFIX}"):
-            with suppress(OSError, msgspec.DecodeError):
+        for path in self._files(family):
+            with suppress(OSError, ValueError, RecursionError):  # as well as text that is no JSON, or not UTF-8
                 with path.open("rb") as file:
                     about = msgspec.json.decode(file.readline(), type=AboutPlan)
                 status = path.stat()
@@ -137,11 +141,18 @@ class Cache:
 
     def clear(self) -> int:
         """Remove all plans; return how many there were."""
-        return sum(self._remove(path) for path in self.folder.glob(f"*{SUFFIX}"))
+        return sum(map(self._remove, self._files()))
+
+    def _files(self, family: str = "") -> list[Path]:
+        """Return the files of plans; none where the folder cannot be looked into."""
+        try:
+            return list(self.folder.glob(f"{family}*{SUFFIX}"))
+        except OSError:
+            return []
 
     def _shrink(self) -> None:
         files = []
-        for path in self.folder.glob(f"*{SUFFIX}"):
+        for path in self._files():
             with suppress(OSError):
                 status = path.stat()
                 files.append((status.st_mtime, status.st_size, path))
@@ -216,15 +227,17 @@ def _again(
 ) -> Result:
     """Return a kept answer; who listens hears what had been found halfway and at the end, as in the search.
 
-    What the profile leaves out is told again.
+    What was to be said of it is said again.
     """
     forecast = found.schedule.forecast
     for value, elapsed_s in ((about.halfway_ns, 0.0), (about.value_ns, about.wall_s)):
         on_progress(compiler.Progress("cache", value, forecast.lower_bound_ns, forecast.method, elapsed_s))
     placement = compiler.placement_of(found.schedule)
     noisy = None if about.quantiles_ns is None else Quantiles(*about.quantiles_ns)
-    notes = tuple(compiler.left_out(found.schedule, profile))
-    return compiler.Result(found, options, placement, False, wall_s, notes, noisy, is_cached=True)
+    notes = tuple(dict.fromkeys([*about.notes, *compiler.left_out(found.schedule, profile)]))
+    return compiler.Result(
+        found, options, placement, False, wall_s, notes, noisy, is_cached=True, left_before_ns=about.left_ns
+    )
 
 
 class Halfway:
@@ -282,6 +295,8 @@ class _Question:
             digest=schedule.digest,
             starts=[one.schedule.digest for one in starts],
             text_digest=_text_digest(result.checked.text),
+            notes=list(result.notes),
+            left_ns=result.left_ns,
         )
 
     def is_answered_by(self, entry: Entry) -> bool:

@@ -109,6 +109,8 @@ class Result:
     """Whether it was planned before (cache.py)."""
     further_ns: int = 0
     """What the further microbatches of the options take."""
+    left_before_ns: int | None = None
+    """What `left_ns` was when it was planned, of an answer that is kept."""
 
     @property
     def schedule(self) -> ir.Schedule:
@@ -118,6 +120,8 @@ class Result:
     @property
     def left_ns(self) -> int | None:
         """The forecast of a shorter plan that was left since it is late more often under noise; None: there is none."""
+        if self.is_cached:
+            return self.left_before_ns
         least = min((one.schedule.forecast.makespan_ns for one in self.considered), default=None)
         return None if least == self.schedule.forecast.makespan_ns else least
 

@@ -112,6 +112,23 @@ def test_an_answer_that_was_kept_tells_again_what_the_profile_leaves_out(kept):
     assert first.notes[-1] == told
 
 
+def test_an_answer_that_was_kept_says_again_which_start_was_not_taken_over(kept):
+    start = compiler.compile_schedule(uniform(2, 3, d2h_ms=0.5, h2d_ms=0.5), SOON).checked
+    first, again = (planned(replace(SOON, seeds=(start,)), kept) for _ in range(2))
+    assert again.is_cached
+    assert again.notes == first.notes
+    assert [note for note in again.notes if note.startswith(f"start 1 ({start.schedule.digest[:15]})")]
+
+
+def test_an_answer_that_was_kept_says_again_which_forecast_was_left(kept, monkeypatch):
+    best, slow = (compiler.compile_schedule(COSTS, replace(SOON, method=name)) for name in (None, "1f1b-recompute"))
+    found = replace(slow, considered=(best.checked, slow.checked))
+    monkeypatch.setattr(compiler, "compile_schedule", lambda *_: found)
+    first, again = (planned(SOON, kept) for _ in range(2))
+    assert (first.is_cached, again.is_cached) == (False, True)
+    assert again.left_ns == first.left_ns == value(best) < value(again)
+
+
 def test_near_questions_start_from_the_nearest_plans(kept, searches):
     near, far = uniform(2, 4, d2h_ms=0.52, h2d_ms=0.5), uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5, forward_ms=9)
     first = planned(SOON, kept)
@@ -186,6 +203,21 @@ def test_what_does_not_hold_is_removed_and_planned_again(kept, searches):
         assert planned(SOON, kept).is_cached
 
 
+UNREADABLE = {"bytes": b'{"version": "\xff"}', "deep": b'{"more": ' + b"[" * 10**5, "cut": b"{", "nul": b"\0"}
+
+
+@pytest.mark.parametrize("line", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_file_whose_first_line_cannot_be_read_is_no_plan(kept, line):
+    planned(SOON, kept)
+    (entry,) = kept.entries()
+    entry.path.write_bytes(line + b"\n")
+    entry.path.with_name(f"other{cache.SUFFIX}").write_bytes(line + b"\n")
+    assert kept.entries() == []
+    assert not planned(SOON, kept).is_cached
+    assert planned(SOON, kept).is_cached
+    assert kept.clear() == 2
+
+
 def test_a_plan_whose_forecast_was_changed_is_not_an_answer(kept):
     first = planned(SOON, kept)
     (entry,) = kept.entries()
@@ -228,6 +260,12 @@ def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_nothing(tmp_path
     nowhere = cache.Cache(tmp_path / "file" / "plans")
     assert not planned(SOON, nowhere).is_cached
     assert not planned(SOON, nowhere).is_cached
+
+
+def test_a_folder_that_cannot_be_looked_into_keeps_nothing_and_says_nothing(tmp_path, searches):
+    nowhere = cache.Cache(tmp_path / ("long" * 100) / "plans")  # as well as one below a folder of others
+    assert not planned(SOON, nowhere).is_cached
+    assert nowhere.clear() == 0
 
 
 def test_studies_ask_the_cache_and_hear_whether_a_plan_is_finished(kept, searches):

@@ -232,6 +232,24 @@ def test_the_answers_are_sentences():
     ]
 
 
+def test_one_microbatch_is_enough_in_the_singular():
+    points = frontier([point(1, 10, microbatches=1), point(1, 20, microbatches=2)])
+    [said] = microbatch_sentences(enough_microbatches(points, 0.02), 0.02)
+    assert said.startswith("With 2 devices under 1.00 GB 1 microbatch is enough: 2 would give 0.0% more, ")
+
+
+def test_steps_that_take_no_time_are_told_and_are_not_taken_for_none(run):  # noqa: F811
+    nothing = {f"{name}_ns": 0 for name in ("forward", "backward_input", "backward_weight", "backward", "recompute")}
+    costs = uniform(2, 1)
+    layers = [structs.replace(layer, **nothing) for layer in costs.layers]
+    free = structs.replace(costs, layers=layers, machine=structs.replace(costs.machine, p2p=[]))
+    Path("profile.json").write_text(canonical(free))
+    done = run("sweep", "--mem", "1MB,9GB", "--microbatches", "2", "--time-limit", "0", "--no-cache", "--svg", "s.svg")
+    assert done.code == 0, done.err
+    assert "9.00 GB 0 ns         -       - 0.0% 1.00 GB" in done.out
+    assert "nothing fits;" not in done.out
+
+
 def test_an_answer_is_decided_where_the_bounds_exclude_every_other():
     tight = frontier([point(1, 120, bound=110), point(2, 101, bound=100), point(4, 100, bound=100)])
     [found] = cheapest_memory(tight, 0.02)

@@ -229,7 +229,7 @@ def least_memory(points: Sequence[Point]) -> list[LeastCap]:
     found = []
     for line in lines(points):
         known = [point.least_mem_bytes for point in line if point.least_mem_bytes is not None]
-        if known and not any(point.throughput for point in line):
+        if known and all(point.makespan_ns is None for point in line):
             found.append(LeastCap(line[0].devices, line[0].microbatches, min(known), line[0].gpu))
     return found
 

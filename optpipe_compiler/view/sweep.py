@@ -142,9 +142,9 @@ def _cells(point: Point, most: float, tokens: int | None) -> list[str]:
         return ["-", "-", "-", "-", "-", said]
     return [
         show_ns(point.makespan_ns),
-        rate(point.throughput, tokens),
-        f"{point.throughput / most:.1%}",
-        f"{1 - point.lower_bound_ns / point.makespan_ns:.1%}",
+        rate(point.throughput, tokens) if point.makespan_ns else "-",  # any number of them in no time
+        f"{point.throughput / most:.1%}" if most else "-",
+        f"{1 - point.lower_bound_ns / point.makespan_ns if point.makespan_ns else 0:.1%}",
         short_bytes(point.peak_bytes),
         _remark(point),
     ]
@@ -217,8 +217,8 @@ def microbatch_sentences(found: Sequence[EnoughMicrobatches], tolerance: float) 
             yield head + f"all numbers tried below {one.most} lose {percent(tolerance)} or more{_proof([one])}."
         else:
             yield head + (
-                f"{one.microbatches} microbatches are enough: {one.most} would give {one.gain:.1%} more, by the bounds "
-                f"at most {one.most_gain:.1%}{_proof([one])}."
+                f"{counted(one.microbatches, 'microbatch')} {'is' if one.microbatches == 1 else 'are'} enough: "
+                f"{one.most} would give {one.gain:.1%} more, by the bounds at most {one.most_gain:.1%}{_proof([one])}."
             )
 
 

@@ -20,6 +20,7 @@ from optpipe_compiler.documents.units import (
     show_bytes,
     show_hosts,
     show_ns,
+    show_slicing,
 )
 from optpipe_compiler.errors import BadInput
 
@@ -136,6 +137,11 @@ def test_a_time_without_a_unit_or_below_zero_is_refused(text):
 )
 def test_what_hosts_hold_is_said_for_one_and_for_several(total, hosts, text):
     assert show_hosts(total, hosts) == text
+
+
+def test_lengths_are_a_range_only_where_they_differ():
+    assert show_slicing(1, (4, 4)) == "for microbatches of 4 tokens, 8 in all"
+    assert show_slicing(1, (4, 8)) == "for microbatches of 4 to 8 tokens, 12 in all"
 
 
 def test_a_part_that_has_a_comma_ends_with_one():

@@ -91,8 +91,14 @@ def show_slicing(slices: int | str, lengths: Sequence[int] | None) -> str | None
     elif slices != 1:
         found.append(f"with {slices} slices per microbatch")
     if lengths is not None:
-        found.append(f"for microbatches of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
+        found.append(f"for microbatches of {show_lengths(lengths)}")
     return ", ".join(found) or None
+
+
+def show_lengths(lengths: Sequence[int]) -> str:
+    """Return in words how long microbatches are."""
+    least, most = min(lengths), max(lengths)
+    return f"{least if least == most else f'{least} to {most}'} tokens, {sum(lengths)} in all"
 
 
 def show_hosts(total: int | None, hosts: Sequence[int]) -> str:

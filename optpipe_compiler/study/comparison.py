@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler import compiler
-from optpipe_compiler.documents.units import LARGEST, short_bytes, show_ns
+from optpipe_compiler.documents.units import LARGEST, short_bytes, show_lengths, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.study.facts import Facts, facts
@@ -86,7 +86,7 @@ def _differences(rows: Sequence[Facts]) -> Iterator[str]:
 def _lengths(lengths: tuple[int, ...] | None) -> str:
     if lengths is None:
         return "all as long as the costs are for"
-    return f"{min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all"
+    return show_lengths(lengths)
 
 
 def _some(names: Sequence[str]) -> str:

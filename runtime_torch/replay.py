@@ -202,7 +202,9 @@ class Replay:
         self._order = [_Due(op, op.id, ways[op.name], self._unit(op), self._sending(op)) for op in self.plan.compute]
         self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
-        self._units: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches * self._slices
+        self._announced: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches * self._slices
+        self._units: Sequence[Microbatch] = self._announced
+        """This step's."""
         self._losses: Tensor | None = None
         """This step's, by unit, where the last stage is; in one buffer for all steps, so that none adds to it."""
         self._activations: dict[tuple[int, int], _Passed] = {}
@@ -273,8 +275,7 @@ class Replay:
         microbatches). `losses` is filled with each microbatch's loss where the last stage is.
         """
         self._inputs, self._targets = inputs, targets
-        if units is not None:
-            self._units = units
+        self._units = units = self._announced if units is None else units
         self._meter.reset_peak()
         self._host_meter.reset_peak()
         self._timeline.begin()
@@ -294,12 +295,13 @@ class Replay:
         self._lanes.finish()
         self._mailbox.drain()
         self._inputs = self._targets = None
+        self._units = self._announced  # what they know, such as keyword arguments, is the loop's again
         ops = self._timeline.collect()
         found = [] if self._losses is None else self._losses.view(-1, self._slices).sum(1).unbind()
         if losses is not None:
             losses[:] = found
         return StepResult(
-            loss=weighted(found, self._units[:: self._slices]) if found else None,
+            loss=weighted(found, units[:: self._slices]) if found else None,
             start_ns=min(op.start_ns for op in ops),
             end_ns=max(op.end_ns for op in ops),
             busy_ns=sum(op.end_ns - op.start_ns for op in ops if op.lane == "compute"),

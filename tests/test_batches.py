@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import pytest
@@ -180,6 +181,21 @@ def test_a_loss_of_an_inner_layer_counts_as_a_part_of_its_microbatchs(alone, fus
     loss, wanted = reference(BALANCED, inputs, target, [2, 2], **how)
     assert result.loss == pytest.approx(loss)
     assert_gradients(stages, wanted)
+
+
+class Scale(float):
+    """A keyword argument that can be watched."""
+
+
+def test_a_step_keeps_no_keyword_argument_to_the_next(alone):
+    inputs, target = batch(4)
+    stages = runtime_torch.build_stages(plan((0, 0)), BALANCED, 0, "cpu", **announced())
+    runner = runtime_torch.Runner(plan((0, 0)), stages)
+    scale = Scale(2.0)
+    runner.step(*inputs, target=target, keywords=[{"scale": scale}] * 2)
+    kept = weakref.ref(scale)
+    del scale
+    assert kept() is None
 
 
 def test_outside_of_steps_an_inner_loss_counts_as_if_its_sum_had_been_added():

@@ -120,7 +120,7 @@ class Runner:
         modes = [module.training for module in self._stages.module.modules()]
         modes += [parameter.requires_grad for parameter in self._stages.module.parameters()]
         is_new = self._ready != modes  # they change other buffers than in evaluation, and save more than frozen
-        problem = _problem_with(losses)
+        problem = _problem_with(losses) or self._stages.replaced()
         if not torch.is_grad_enabled():
             problem = BadInput(
                 "step() was called where gradients are off (no_grad, inference_mode), expected eval() there"
@@ -192,7 +192,8 @@ class Runner:
         torch.clear_autocast_cache()
         is_alone = dist.get_world_size(self._group) == 1  # nobody waits for what does not come
         with nullcontext() if is_alone else self._in_one_piece(raises_together=True):
-            batch, _ = self._batches.divide(inputs, target, None, keywords, _problem_with(losses), forward_only=True)
+            problem = _problem_with(losses) or self._stages.replaced()
+            batch, _ = self._batches.divide(inputs, target, None, keywords, problem, forward_only=True)
             for part in self._parts():
                 part.gather()
         channels = self._channels if isinstance(self._channels, Channels) else None

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, of_kind
-from runtime_torch.bundles import Bundle, Made, bundled, layer_made, trace_bundles
+from runtime_torch.bundles import Bundle, BundledLayer, Made, bundled, layer_made, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
 from runtime_torch.microbatch import inner_layer
@@ -52,6 +52,20 @@ class Stages(dict[int, StageExecution]):
     def are_modules(self) -> bool:
         """Whether stages are whole modules (`wrap_stages`), not layers."""
         return any(name.startswith("stage") for name in self.module)
+
+    def replaced(self) -> BadInput | None:
+        """Return what is wrong where `module` has another layer than runs, as of one that was wrapped later."""
+        for number, stage in self.items():
+            layers = enumerate(stage.layers, stage.first_layer)
+            run = {f"stage{number}": stage.layers[-1]} if self.are_modules else {str(i): layer for i, layer in layers}
+            for name, layer in run.items():
+                own = layer.layer if isinstance(layer, BundledLayer) else layer
+                if name in self.module and self.module[name] is not own:
+                    return BadInput(
+                        f"stages.module[{name!r}] is another layer than was built, which goes on to run: expected "
+                        "changes inside of a layer, or build_stages with the other one"
+                    )
+        return None
 
     def unique_parameters(self) -> list[nn.Parameter]:
         """The parameters of `module` without copies of tied ones that another layer counts: for a norm over ranks."""

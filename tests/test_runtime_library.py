@@ -372,6 +372,18 @@ def test_no_private_name_of_torch_is_needed(alone, public_only, fused, ranges):
     assert_equal_gradients(stages.module)
 
 
+def test_a_layer_that_was_put_in_the_place_of_another_later_is_refused(alone):
+    inputs, target = batch()
+    stages = runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", **microbatch())
+    runner = runtime_torch.Runner(plan((0, 0)), stages)
+    own, stages.module["3"] = stages.module["3"], nn.Sequential(stages.module["3"])
+    for call in (runner.step, runner.eval):
+        with pytest.raises(BadInput, match=r"stages.module\['3'\] is another layer than was built"):
+            call(*inputs, target=target)
+    stages.module["3"] = own
+    assert runner.step(*inputs, target=target).loss == reference()[0]
+
+
 def test_a_validation_loss_is_that_of_a_step_and_makes_no_gradient(alone):
     inputs, target = batch()
     schedule = plan((0, 0))

@@ -41,6 +41,13 @@ def agree(schedule: ir.Schedule, group: dist.ProcessGroup | None) -> bool:
     return len({host for _, host in found}) == 1
 
 
+def any_rank(mine: bool, group: dist.ProcessGroup | None) -> bool:
+    """Return whether something is so on any rank of `group`."""
+    found = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return any(found)
+
+
 def taken_by_name(stages: Stages, group: dist.ProcessGroup | None) -> set[str] | None:
     """Return the names of the keyword arguments that layers take on any rank of `group`; None: some layer takes all."""
     by_layer = [keywords_of(layer) for stage in stages.values() for layer in stage.layers]

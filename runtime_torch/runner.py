@@ -17,7 +17,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, RunFailed, of_kind
 from runtime_torch.batches import Batch, Batches
-from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare, taken_by_name
+from runtime_torch.conform import BYTES_TOLERANCE, agree, any_rank, prepare, taken_by_name
 from runtime_torch.evaluate import forward_only
 from runtime_torch.gpu_channels import GpuChannels
 from runtime_torch.messages import Mailbox
@@ -91,6 +91,7 @@ class Runner:
         self._device = next(iter(stages.values())).device
         self._replay = self._replayed(schedule, stages)
         self._replicated = _replicated(stages)
+        self._has_replicas = any_rank(any(self._replicated.values()), group)
         stages.ties.join(group)
 
     @property
@@ -121,6 +122,8 @@ class Runner:
         modes += [parameter.requires_grad for parameter in self._stages.module.parameters()]
         is_new = self._ready != modes  # they change other buffers than in evaluation, and save more than frozen
         problem = _problem_with(losses) or self._stages.replaced()
+        if problem is None and is_new and self._has_replicas:
+            problem = self._stages.unreduced()
         if not torch.is_grad_enabled():
             problem = BadInput(
                 "step() was called where gradients are off (no_grad, inference_mode), expected eval() there"

@@ -43,6 +43,8 @@ class Stages(dict[int, StageExecution]):
         self.prepare = prepare
         """What was applied to each layer, if anything was: for those that come from another rank later."""
         self.module = module
+        self.left: set[str] = set()
+        """The layers that `prepare` has left as they are and that had no trained parameter then."""
         self.ties = ties
         self.bundles = bundles
         self.was_autocast: bool | None = None
@@ -65,6 +67,15 @@ class Stages(dict[int, StageExecution]):
                         f"stages.module[{name!r}] is another layer than was built, which goes on to run: expected "
                         "changes inside of a layer, or build_stages with the other one"
                     )
+        return None
+
+    def unreduced(self) -> BadInput | None:
+        """Return what is wrong where a layer is trained that `prepare` has left as it is because it was frozen."""
+        if trained := [name for name in self.left if trains(self.module[name])]:
+            return BadInput(
+                f"layer {trained[0]} is trained, and was frozen when `prepare` left it as it is: nothing averages its "
+                "gradients over the replicas, expected it trained when build_stages is called, and frozen behind that"
+            )
         return None
 
     def unique_parameters(self) -> list[nn.Parameter]:
@@ -152,6 +163,8 @@ def stages_between(
     if prepare is not None:
         built = {index: _prepared(prepare, layer, index) for index, layer in built.items()}
     stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles, tied, prepare)
+    if prepare is not None:
+        stages.left = {str(index) for index, layer in built.items() if not (trains(layer) or replicated(layer))}
     tied.unite(lambda layer: bool(replicated(layer)), dict(stages.module.items()))
     stages.update(executions(schedule, built, rank, device, bundles, (Meter(), Meter())))
     return stages
@@ -239,6 +252,11 @@ def _prepared(prepare: Callable[[nn.Module], nn.Module], layer: nn.Module, index
         ) from error
     of_kind(f"what prepare returns for layer {index}", prepared, nn.Module, "a torch.nn.Module")
     return prepared
+
+
+def trains(layer: nn.Module) -> bool:
+    """Whether a layer has a trained parameter."""
+    return any(parameter.requires_grad for parameter in layer.parameters())
 
 
 def refuse_parts(schedule: ir.Schedule, rank: int) -> None:

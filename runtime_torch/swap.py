@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from optpipe_compiler.errors import BadInput, RunFailed, first_line, of_kind
 from runtime_torch import engine
 from runtime_torch.replicas import replicated
-from runtime_torch.stages import executions
+from runtime_torch.stages import executions, trains
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -171,6 +171,11 @@ class Mover:
                 f"layer {number} has parts in FSDP2 or DDP, which cannot move, expected a schedule with the same "
                 "stages on the same ranks"
             )
+        if wrapped and not trains(layer):
+            raise BadInput(
+                f"layer {number} cannot move: it has no trained parameter now, and DistributedDataParallel, which it "
+                "is in, would not take it again"
+            )
         inner: nn.Module = layer.module if isinstance(layer, DistributedDataParallel) else layer
         for name, parameter in inner.named_parameters():
             if engine.has_hooks(parameter):
@@ -211,7 +216,7 @@ class Mover:
         file = io.BytesIO()
         packer = _Packer(file, self._device)
         try:
-            packer.dump((inner, kept, wrapped))
+            packer.dump((inner, kept, wrapped, str(number) in self._stages.left))
         except (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise BadInput(f"layer {number} cannot move: {first_line(error)}") from error
         _refuse_special(number, inner, packer.tensors)
@@ -245,11 +250,14 @@ class Mover:
                 tensors = self._packages.pop(layer)[1]
                 passed += _pass_on(tensors, dist.isend, target, group)
                 self._forget(layers.pop(str(layer)))
+                self._stages.left.discard(str(layer))
             elif target == self._rank:
                 package = packages[layer]
                 tensors = [self._empty(kind) for kind in package.kinds]
                 passed += _pass_on(tensors, dist.irecv, source, group)
-                layers[str(layer)] = self._unpacked(package, tensors)
+                layers[str(layer)], was_left = self._unpacked(package, tensors)
+                if was_left:
+                    self._stages.left.add(str(layer))
         self._stages.module.clear()
         self._stages.module.update({name: layers[name] for name in sorted(layers, key=int)})
         self._put_in_order()
@@ -273,8 +281,9 @@ class Mover:
             return found.requires_grad_(needs_gradient)
         return engine.with_gradients_in(nn.Parameter(found, needs_gradient), gradient_dtype)
 
-    def _unpacked(self, package: _Package, tensors: Sequence[Tensor]) -> nn.Module:
-        inner, kept, wrapped = _Unpacker(io.BytesIO(package.text), tensors).load()
+    def _unpacked(self, package: _Package, tensors: Sequence[Tensor]) -> tuple[nn.Module, bool]:
+        """Return the layer, wrapped again if it was, and whether `prepare` had left it as it is."""
+        inner, kept, wrapped, was_left = _Unpacker(io.BytesIO(package.text), tensors).load()
         for parameter, gradient, attributes, groups in kept:
             parameter.grad = gradient
             vars(parameter).update(attributes)
@@ -294,7 +303,7 @@ class Mover:
             assert self._stages.prepare is not None
             with torch.enable_grad():
                 found = self._stages.prepare(inner)
-        return found
+        return found, was_left
 
     def _forget(self, layer: nn.Module) -> None:
         gone = {id(parameter) for parameter in layer.parameters()}

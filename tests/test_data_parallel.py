@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import runtime_torch
 from optpipe_compiler.errors import BadInput
+from runtime_torch.swap import Mover
 
 REPLICAS = """
 import sys
@@ -166,6 +167,37 @@ def test_a_layer_without_a_trained_parameter_is_refused_in_ddp_in_one_sentence(a
 
     with pytest.raises(BadInput, match="layer 0 has no trained parameter, which DistributedDataParallel refuses"):
         runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", prepare=wrapped, **microbatch())
+
+
+def wrapped_where_trained(layer: nn.Module) -> nn.Module:
+    return DistributedDataParallel(layer) if any(p.requires_grad for p in layer.parameters()) else layer
+
+
+@pytest.mark.parametrize("prepare", [wrapped_where_trained, lambda layer: layer], ids=["replicas", "none"])
+def test_a_layer_that_was_not_wrapped_because_it_was_frozen_is_refused_once_it_trains(alone, prepare):
+    layers = model()
+    layers[1].requires_grad_(False)
+    stages = runtime_torch.build_stages(
+        plan((0, 0)), layers, 0, "cpu", prepare=prepare, inputs=[TOKENS[:2]], target=TOKENS[:2]
+    )
+    runner = runtime_torch.Runner(plan((0, 0)), stages)
+    before = runner.step(TOKENS, target=TOKENS).loss
+    layers[1].requires_grad_()
+    if prepare is wrapped_where_trained:
+        with pytest.raises(BadInput, match="layer 1 is trained, and was frozen when `prepare` left it as it is"):
+            runner.step(TOKENS, target=TOKENS)
+        layers[1].requires_grad_(False)
+    assert runner.step(TOKENS, target=TOKENS).loss == before
+
+
+def test_a_frozen_layer_in_ddp_does_not_move(alone):
+    layers = model()
+    stages = runtime_torch.build_stages(
+        plan((0, 0)), layers, 0, "cpu", prepare=DistributedDataParallel, inputs=[TOKENS[:2]], target=TOKENS[:2]
+    )
+    layers[1].requires_grad_(False)
+    with pytest.raises(BadInput, match="layer 1 cannot move: it has no trained parameter now, and Distributed"):
+        Mover(stages, 0).pack([(1, 0, 1)])
 
 
 class Fails(torch.autograd.Function):

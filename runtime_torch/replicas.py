@@ -87,6 +87,12 @@ class Shards:
             is_dtensor(parameter) and any(place.is_shard() for place in parameter.placements)
             for parameter in module.parameters()
         )
+        self._ignored = {parameter for parameter in module.parameters() if not is_dtensor(parameter)}
+
+    def added(self) -> str | None:
+        """Return, between steps, the name of a trained parameter that came later: FSDP2 knows nothing of it."""
+        named = self._module.named_parameters()
+        return next((name for name, p in named if p.requires_grad and not (is_dtensor(p) or p in self._ignored)), None)
 
     def unshard(self) -> None:
         """Make the parameters whole."""
@@ -176,6 +182,9 @@ class Replicas:
                 "mixed_precision, expected none of them: gradients are averaged once per step"
             )
         self._module = module
+
+    def added(self) -> None:
+        """All parameters that there are have their gradients averaged."""
 
     def unshard(self) -> None:
         """Every replica has the whole parameters."""

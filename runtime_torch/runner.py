@@ -123,7 +123,7 @@ class Runner:
         is_new = self._ready != modes  # they change other buffers than in evaluation, and save more than frozen
         problem = _problem_with(losses) or self._stages.replaced()
         if problem is None and is_new and self._has_replicas:
-            problem = self._stages.unreduced()
+            problem = self._stages.unreduced() or self._unsharded()
         if not torch.is_grad_enabled():
             problem = BadInput(
                 "step() was called where gradients are off (no_grad, inference_mode), expected eval() there"
@@ -318,6 +318,14 @@ class Runner:
             self._channels.close()
         self._channels = channels_of(schedule, self._group)
         return self._channels
+
+    def _unsharded(self) -> BadInput | None:
+        if added := [name for part in self._parts() if (name := part.added()) is not None]:
+            return BadInput(
+                f"a layer in FSDP2 has the trained parameter {added[0]}, which came after fully_shard: nothing "
+                "averages its gradients over the replicas, expected adapters in layers before they are sharded"
+            )
+        return None
 
     def _parts(self) -> list[Shards | Replicas]:
         return [part for parts in self._replicated.values() for part in parts]

@@ -190,6 +190,20 @@ def test_a_layer_that_was_not_wrapped_because_it_was_frozen_is_refused_once_it_t
     assert runner.step(TOKENS, target=TOKENS).loss == before
 
 
+def test_a_parameter_that_came_after_fully_shard_is_refused(alone):
+    shard = partial(fully_shard, mesh=init_device_mesh("cpu", (1,)))
+    stages = runtime_torch.build_stages(
+        plan((0, 0)), model(), 0, "cpu", prepare=shard, inputs=[TOKENS[:2]], target=TOKENS[:2]
+    )
+    runner = runtime_torch.Runner(plan((0, 0)), stages)
+    runner.step(TOKENS, target=TOKENS)
+    stages.module["2"].adapter = nn.Linear(HIDDEN, HIDDEN)
+    with pytest.raises(BadInput, match=r"parameter adapter.weight, which came after fully_shard: nothing averages"):
+        runner.step(TOKENS, target=TOKENS)
+    stages.module["2"].adapter.requires_grad_(False)
+    assert runner.step(TOKENS, target=TOKENS).loss > 0
+
+
 def test_a_frozen_layer_in_ddp_does_not_move(alone):
     layers = model()
     stages = runtime_torch.build_stages(

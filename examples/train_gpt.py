@@ -223,7 +223,14 @@ def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> i
     step = int(said)
     weights, states = get_state_dict(module, optimizer, options=FLAT)
     found = {"weights": weights, "optimizer": states}
-    dcp.load(found, checkpoint_id=folder / f"step{step}")
+    try:
+        dcp.load(found, checkpoint_id=folder / f"step{step}")
+    except dcp.CheckpointException as error:  # names are the same under any placement, not in other parts or halves
+        said, _ = next(iter(error.failures.values()))
+        raise SystemExit(
+            f"{folder / f'step{step}'} cannot be read into this schedule's layers, expected a checkpoint of the same "
+            f"model in as many parts and halves: {said}"
+        ) from None
     set_state_dict(
         module, optimizer, model_state_dict=found["weights"], optim_state_dict=found["optimizer"], options=FLAT
     )

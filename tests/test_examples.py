@@ -7,7 +7,7 @@ import math
 import os
 import re
 import subprocess
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from random import Random
 
@@ -138,6 +138,29 @@ def test_the_training_script_resumes_in_shards_to_the_losses_of_replicas(environ
     assert latest.read_text() == "2\n"
     latest.write_text("")
     train("--steps 3 --save checkpoints --resume", environment, tmp_path, "latest says '', expected N of a folder")
+
+
+def test_the_training_script_says_in_a_sentence_that_a_checkpoint_is_of_other_layers(tmp_path):
+    torch = pytest.importorskip("torch")
+    from torch import distributed, nn
+
+    spec = spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def state(name: str, width: int):
+        module = nn.ModuleDict({name: nn.Linear(width, 2)})
+        return module, torch.optim.AdamW(module.parameters())
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        script.save(tmp_path, 3, *state("0", 2))
+        assert script.load(tmp_path, *state("0", 2)) == 3
+        for name, width, why in (("0", 4, "Size mismatch"), ("1", 2, "Missing key")):
+            with pytest.raises(SystemExit, match=f"step3 cannot be read into this schedule's layers, .* halves: {why}"):
+                script.load(tmp_path, *state(name, width))
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.runtime

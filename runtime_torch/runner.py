@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import counted
-from optpipe_compiler.errors import BadInput, RunFailed, of_kind
+from optpipe_compiler.errors import BadInput, OptPipeError, RunFailed, of_kind
 from runtime_torch.batches import Batch, Batches
 from runtime_torch.conform import BYTES_TOLERANCE, agree, any_rank, prepare, taken_by_name
 from runtime_torch.evaluate import forward_only
@@ -209,15 +209,23 @@ class Runner:
             losses[:] = found
         return weighted(found, batch.units) if found else None
 
-    def replace(self, schedule: ir.Schedule, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> Swap:
+    def replace(
+        self,
+        schedule: ir.Schedule,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> Swap:
         """Go on with another schedule; called on all ranks between two steps, with one that `verify` has passed.
 
         It is for as many devices, microbatches and layers. Where stages are the same layers on the same ranks, nothing
         moves. Otherwise layers move with their gradients and with what `optimizer` (one, several, or () for none) keeps
         for them; `stages.module` and the optimizer's groups then have this rank's. Layers in DDP are wrapped again.
         Raises BadInput on all ranks, with nothing changed, where a layer cannot move (FSDP2, ties, whole stage modules)
-        and RunFailed where ranks name different schedules. The new stages are held against the profile in the next
-        step. After a move other ranks may have the first and the last stage, and need `inputs` and `target`.
+        and RunFailed where ranks name different schedules. `group`: all ranks of all replicas of the pipeline, where
+        there are several: what one of these cannot move all of them keep then. The new stages are held against the
+        profile in the next step. After a move other ranks may have the first and the last stage, and need `inputs` and
+        `target`.
         """
         begin = time.perf_counter_ns()
         self._refuse_failed()
@@ -240,8 +248,16 @@ class Runner:
                 refuse_parts(schedule, rank)
         except BadInput as error:
             problem = error
+        refused: OptPipeError | None = None
         with self._in_one_piece(raises_together=True):
-            packages = agree_on(schedule, problem, packages, (mover.said, mover.options), self._group)
+            try:
+                packages = agree_on(schedule, problem, packages, (mover.said, mover.options), self._group)
+            except OptPipeError as error:
+                refused = error
+                if group is None:
+                    raise
+            if group is not None:
+                go_on(refused, group, self._device)
         moved = 0
         with self._in_one_piece():
             if not same:

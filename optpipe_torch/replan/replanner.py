@@ -397,11 +397,12 @@ class Replanner:
         """Let the runners of all ranks replace the schedule, or none; return what was done, by the slowest rank."""
         begin = time.perf_counter_ns()
         before = self._runner.schedule
+        everyone = dist.group.WORLD if self._group is None else self._group
         done, said = None, offer.error
         try:
             # a rank that cannot read the schedule names its present one: the others then keep theirs
-            done = self._runner.replace(offer.schedule or before, self._optimizer)
-        except OptPipeError as error:  # on all ranks of this pipeline, with nothing changed
+            done = self._runner.replace(offer.schedule or before, self._optimizer, group=everyone)
+        except OptPipeError as error:  # on all ranks, with nothing changed
             said = str(error)
         fails = done is None or offer.schedule is None
         failed, moved_bytes, wall_ns = self._share(
@@ -410,7 +411,7 @@ class Replanner:
         if done is not None and not failed:
             return replace(done, moved_bytes=round(moved_bytes), wall_ns=round(wall_ns))
         if self._runner.schedule is not before:  # another pipeline could not
-            self._runner.replace(before, self._optimizer)
+            self._runner.replace(before, self._optimizer, group=everyone)
         moves = offer.schedule is not None and not is_same_cut(before, offer.schedule)
         self._keeps_placement = self._keeps_placement or moves
         self._note((said or "another rank keeps its schedule") + ("; the placement is kept from now on" * moves))

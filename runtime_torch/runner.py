@@ -121,7 +121,7 @@ class Runner:
         modes = [module.training for module in self._stages.module.modules()]
         modes += [parameter.requires_grad for parameter in self._stages.module.parameters()]
         is_new = self._ready != modes  # they change other buffers than in evaluation, and save more than frozen
-        problem = _problem_with(losses) or self._stages.replaced()
+        problem: Exception | None = _problem_with(losses) or self._stages.replaced() or self._stages.ties.problem()
         if problem is None and is_new and self._has_replicas:
             problem = self._stages.unreduced() or self._unsharded()
         if not torch.is_grad_enabled():

@@ -238,6 +238,15 @@ class Ties:
         """This rank's copies of parameters that come first elsewhere, or in another layer of this rank."""
         return {one for tie in self._ties for one in tie.parameters()[tie.first == self._rank :]}
 
+    def problem(self) -> RunFailed | None:
+        """Return what is wrong, between steps, with the copies of this rank, of which the others do not know."""
+        try:
+            for tie in self._shared_out():
+                tie.between_steps()
+        except RunFailed as error:
+            return error
+        return None
+
     def begin(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """A step begins: put aside what earlier steps left.
 

@@ -408,6 +408,41 @@ def test_ties_that_do_not_fit_are_refused_on_all_ranks(tmp_path, declared, sente
         assert f"BadInput: {sentence}" in errors
 
 
+ASSIGNED = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import torch.distributed as dist
+import runtime_torch, test_ties as case
+from optpipe_compiler.errors import RunFailed
+from test_runtime_library import builders, microbatch
+
+dist.init_process_group("gloo")
+schedule, rank = runtime_torch.load_schedule(sys.argv[1]), dist.get_rank()
+stages = runtime_torch.build_stages(schedule, builders(), rank, "cpu", ties=[case.TIE], **microbatch())
+runner = runtime_torch.Runner(schedule, stages)
+inputs, target = case.draw(0)
+runner.step(*inputs, target=target)
+stages.module.load_state_dict(stages.module.state_dict(), assign=True)
+try:
+    runner.step(*inputs, target=target)
+except RunFailed as error:
+    said = str(error)
+tie = "0.tokens.weight = 3.logits.weight: the layers of this rank have 2 parameters, expected 1"
+assert said.startswith("rank 0: " * (rank == 1) + tie), said
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+def test_a_state_dict_that_is_assigned_is_refused_on_ranks_without_the_tie_too(tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(ir.to_text(case.plan((0, 1, 1, 0))))
+    for rank in start_ranks(ASSIGNED, str(path)):
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0, errors
+
+
 FROZEN = """
 import sys
 sys.path[:0] = sys.argv[2:]

@@ -310,6 +310,13 @@ def test_behind_its_last_input_gradient_a_device_has_the_weight_gradients_that_m
     assert fill_and_drain(replace(one, budget=(100, 100, 7))) == 20 + 9 * 30 + lost
 
 
+def test_weight_gradients_that_hold_nothing_wait_for_the_end_however_little_memory_is_left():
+    """Device 1 has room for one activation, and no residue: F0 I0 F1 I1, and W0 W1 while the gradient goes home."""
+    one = problem(2, 2, 4, freedom=SPLIT, send_activation=0, send_gradient=0, residue=0)
+    tight = replace(one, budget=(100, 4))
+    assert fill_and_drain(tight) == optimum(tight) == 10 + 2 * 30
+
+
 def test_transfers_that_are_not_over_have_moved_nothing():
     """Device 0 has 50 ticks from its first forward to its first backward, 40 of them with an activation to offload."""
     freedom = Freedom(offload=True, recompute=False, split=True)

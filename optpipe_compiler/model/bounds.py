@@ -306,7 +306,7 @@ class _Ends:
         weights = [(stage.backward_weight, stage.residue) for stage in own] if problem.freedom.split else []
         beside = max(0, budget - own[0].saved)
         least = min((residue for _, residue in weights), default=0)
-        left = beside * _densest(weights)
+        left = max(1, beside) * _densest(weights)  # those that hold nothing wait however little is left
         if least:
             left = min(left, Fraction(beside // least * max(ticks for ticks, _ in weights)))
         behind = own[0].backward_weight if problem.freedom.split else 0

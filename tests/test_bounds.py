@@ -351,6 +351,13 @@ def test_a_recomputation_that_costs_less_than_a_forward_buys_the_wait():
     assert fill_and_drain(cheap) < fill_and_drain(dear)
 
 
+def test_recomputations_that_take_no_time_leave_nothing_to_be_lost_to_memory():
+    fused, times = Freedom(offload=False, recompute=True, split=False), {"forward": 12, "backward": 3, "recompute": 0}
+    one = problem(2, 2, 20, per_device=2, placement="linear", freedom=fused, **times)
+    tight = replace(one, budget=(20, 4))
+    assert fill_and_drain(tight) == head_and_work(tight) == optimum(tight)
+
+
 @pytest.mark.parametrize("microbatches", [4, 6])
 def test_of_what_is_lost_at_the_end_no_more_is_recomputed_than_waiting_for_the_way_home_leaves(microbatches):
     """Device 1 has room for three activations. One recomputation (3 ticks) fills its end, but for the last way home."""

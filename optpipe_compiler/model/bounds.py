@@ -332,6 +332,7 @@ class _Ends:
         self.backwards_per_recompute = _densest(
             (stage.recompute + _after(problem, stage), stage.recompute) for stage in again
         )
+        self.is_recompute_free = not all(stage.recompute for stage in again)
         self.are_apart = self.forwards > self.fill
         """Whether the last forward surely comes after the first backward."""
 
@@ -348,6 +349,8 @@ def _lost(problem: Problem, ends: list[_Ends]) -> Fraction:
     fill = max(Fraction(0), sum(end.fill for end in ends) - filled)
     drain = max(Fraction(0), sum(end.drain for end in ends) - drained)
     tails = sum(end.tail for end in ends)
+    if any(end.is_recompute_free for end in ends):  # which buys all of both
+        fill = drain = Fraction(0)
     rates = max(e.forwards_per_recompute for e in ends), max(e.backwards_per_recompute for e in ends)
 
     def least(fill: Fraction, drain: Fraction) -> Fraction:

@@ -517,3 +517,16 @@ def test_a_cap_that_a_refusal_names_is_enough(slices, layers, asked) -> None:
     with pytest.raises(Infeasible) as refused:
         compile_schedule(profile, Options(10, **asked))
     compile_schedule(profile, Options(refused.value.least_mem_bytes, **asked))
+
+
+@pytest.mark.parametrize("asked", [{"slices": 2}, {"lengths": (64, 64, 32, 64)}])
+def test_a_refusal_names_what_backwards_in_halves_need_where_that_is_less(asked) -> None:
+    """Whole ones were all that it tried: it named 6,000 bytes, though a published schedule fits in 2,000."""
+    times = {"forward_ns": 1000, "backward_input_ns": 1000, "backward_weight_ns": 1000}
+    layer = Layer(name="l", count=2, saved_bytes=1000, backward_transient_bytes=5000, slices=Sliceable(), **times)
+    profile = Profile(name="p", machine=Machine(devices=2), layers=[layer], sequence_length=64)
+    asked = {"recompute": False, "microbatches": 4, "time_limit_s": 0.0, "search": False, "reproducible": True, **asked}
+    with pytest.raises(Infeasible) as refused:
+        compile_schedule(profile, Options(999, **asked))
+    assert refused.value.least_mem_bytes == 1000
+    compile_schedule(profile, Options(1000, **asked))

@@ -135,8 +135,12 @@ def _tried(incumbents: Incumbents, attempts: list[Attempt], cap_bytes: int) -> i
 
 
 def _one_after_the_other(problem: Problem) -> Iterator[Schedule]:
-    """Yield schedules that begin a microbatch when the one before is done, with one treatment of all activations."""
+    """Yield schedules that begin a microbatch when the one before is done, with one treatment of all activations.
+
+    Backwards are in halves where these need less.
+    """
     stages = range(len(problem.stages))
+    backward = [(Kind.I, Kind.W) if minimum.is_leaner_in_halves(problem, s) else (Kind.B,) for s in stages]
     lanes: list[list[Task]] = [[] for _ in range(problem.devices)]
     for first in range(0, problem.microbatches, problem.slices):
         units = range(first, first + problem.slices)
@@ -145,7 +149,7 @@ def _one_after_the_other(problem: Problem) -> Iterator[Schedule]:
                 lanes[problem.stages[s].device].append(Task(Kind.F, s, unit))
         for unit in reversed(units):
             for s in reversed(stages):
-                lanes[problem.stages[s].device].append(Task(Kind.B, s, unit))
+                lanes[problem.stages[s].device] += [Task(kind, s, unit) for kind in backward[s]]
     orders = [rows(lane) for lane in lanes]
     recomputed = of_stages(problem, filter(problem.can_recompute, stages))
     away = of_stages(problem, filter(problem.can_offload, stages))

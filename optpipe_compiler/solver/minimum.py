@@ -213,6 +213,12 @@ class _Needs(NamedTuple):
     weight: int
 
 
+def is_leaner_in_halves(problem: Problem, s: int) -> bool:
+    """Whether the backwards of a stage need less as input gradients and weight gradients right behind them."""
+    needs = [_needs(stages[s], can_split=problem.freedom.split) for stages in problem.by_class]
+    return max(max(need.halves, need.weight) for need in needs) < max(need.fused for need in needs)
+
+
 def _needs(stage: Stage, *, can_split: bool) -> _Needs:
     return _Needs(
         stage.saved + stage.forward_extra,

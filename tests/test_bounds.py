@@ -30,7 +30,7 @@ from optpipe_compiler.model.bounds import (
     slots,
 )
 from optpipe_compiler.model.bounds import best as best_bound
-from optpipe_compiler.model.problem import Freedom, Problem, coarsen
+from optpipe_compiler.model.problem import Freedom, Problem, coarsen, proven_ns
 from optpipe_compiler.model.schedule import value
 from optpipe_compiler.model.unit_bounds import least_areas
 from tests.instances import problem
@@ -291,8 +291,21 @@ def test_the_optimum_of_the_coarse_problem_scaled_back_is_a_bound(one):
     rough = best(coarse)
     assert (found is None) == (rough is None)
     if found is not None:
-        assert int(rough[0] * coarse.tick_ns / coarse.stretch) <= found[0]
+        assert proven_ns(coarse, rough[0], is_span=False) <= found[0]
         assert rough[0] * coarse.tick_ns >= 0.9 * found[0]
+
+
+def test_a_span_may_do_best_to_begin_between_the_ticks_of_the_coarse_problem():
+    """Both devices take 73 if the second one begins at 27; where it begins earlier or later one of them takes more."""
+    one = problem(2, 2, 100, freedom=SPLIT, saved=1, residue=1, send_activation=0)
+    times = {"forward": 20, "backward_input": 16, "backward_weight": 16, "backward": 16}
+    first = replace(one.stages[0], **times)
+    times = {"forward": 2, "backward_input": 2, "backward_weight": 28, "backward": 30, "send_gradient": 10}
+    one = replace(one, stages=(first, replace(one.stages[1], **times)))
+    coarse = coarsen(one)
+    assert (coarse.tick_ns, coarse.stretch) == (2, 1)
+    assert (best(one, kind="span")[0], best(coarse, kind="span")[0]) == (73, 37)
+    assert proven_ns(coarse, 37, is_span=True) == 73
 
 
 def test_what_memory_allows_before_the_first_backward_and_after_the_last_forward_adds_to_the_work():

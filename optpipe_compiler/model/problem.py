@@ -543,8 +543,8 @@ def coarsen(problem: Problem, reference: int = 0) -> Problem:
     compute op that matters (one of at least a tenth of the mean) or less, where `reference` ticks (a known makespan)
     are then still no more than 2^15. Durations are rounded to the nearest tick, messages and what copies take from
     compute down, and `stretch` is the largest ratio by which a duration grew: scaling any true schedule by it and
-    rounding its starts down gives a schedule of the coarse problem, so (coarse optimum) x tick_ns / stretch is a
-    lower bound in ns. Sizes are divided by their common divisor, budgets rounded down, which loses nothing.
+    rounding its ends down gives a schedule of the coarse problem, whose optimum so is a bound (`proven_ns`). Sizes are
+    divided by their common divisor, budgets rounded down, which loses nothing.
     """
     every = [stage for stages in problem.by_class for stage in stages]
     times = [getattr(stage, name) for stage in every for name in DURATIONS]
@@ -579,6 +579,19 @@ def coarsen(problem: Problem, reference: int = 0) -> Problem:
         unit_bytes=problem.unit_bytes * unit,
         stretch=stretch,
     )
+
+
+def proven_ns(coarse: Problem, ticks: int, *, is_span: bool) -> int:
+    """Return a lower bound in ns from one in ticks of the coarse problem.
+
+    A makespan begins at 0 and ends at a time that is rounded down. A span of one of several devices begins at a time
+    that is rounded, too, so it may have grown by less than a tick: in the true problem an op may do best to start
+    between two ticks, even where all times are whole ticks.
+    """
+    if not is_span or coarse.devices == 1:
+        return int(ticks * coarse.tick_ns / coarse.stretch)
+    less = int((ticks - 1) * coarse.tick_ns / coarse.stretch)
+    return less + 1 if coarse.stretch == 1 else less
 
 
 def _tick(times: list[int], problem: Problem, reference: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler import machine
 from optpipe_compiler.model import bounds
-from optpipe_compiler.model.problem import coarsen
+from optpipe_compiler.model.problem import coarsen, proven_ns
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck
 from optpipe_compiler.solver.search import Searcher
 from optpipe_compiler.solver.window import Window
@@ -106,7 +106,7 @@ class _Exact:
             if event.starts is not None:
                 self._improve(attempt, Schedule(coarse, "cp-sat", event.starts), "search")
             if event.bound is not None:
-                ns = int(event.bound * coarse.tick_ns / coarse.stretch)
+                ns = proven_ns(coarse, event.bound, is_span=self.budget.limits.is_span)
                 if ns > attempt.bound.ticks:
                     attempt.bound = bounds.Bound("cp-sat", ns)
             self.incumbents.report(f"search {attempt.layout.name}")

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from ortools.sat.python import cp_model
 from small_schedules import Shape, profile_for, random_cuts
 
 from optpipe_compiler import compiler
@@ -20,7 +21,7 @@ from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, Slicing, build, coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule
 from optpipe_compiler.plan.slices import cut
-from optpipe_compiler.solver.window import Window
+from optpipe_compiler.solver.window import Window, WindowModel
 from optpipe_compiler.solver.worker import Limits, Request, SearchEvent, solve
 from optpipe_compiler.verify import verify
 from tests import plans, test_slices
@@ -139,6 +140,16 @@ def test_windows_of_slices_keep_what_is_outside_and_every_law():
         again = retime(found[-1], one)
         assert again.makespan <= begin.makespan
         assert all(peak <= budget for peak, budget in zip(peaks(again), one.budget, strict=True))
+
+
+def test_windows_know_what_the_copies_of_each_unit_take_from_compute():
+    """They took those of the mean one."""
+    one = sliced(0.75, 2, (32_768, 20_000), copy_share=1.0)
+    begin = next(timed for timed in dispatched(one) if timed.count(Kind.D))
+    model = WindowModel(cp_model.CpModel(), begin, Window(0, begin.makespan // 2), "makespan")
+    assert {task: model._busy(task) for task in begin.starts} == {
+        task: plans.copied(begin, task) for task in begin.starts
+    }
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -67,7 +67,7 @@ class WindowModel:
 
     def _busy(self, task: Task) -> tuple[int, int]:
         """Return the ticks before and behind a task in which its copies take compute, in the old schedule."""
-        stage = self.schedule.problem.stages[task.stage]
+        stage = self.schedule.problem.at(task.stage, task.microbatch)
         if task._replace(kind=Kind.D) not in self.schedule.starts:
             return 0, 0
         before = stage.reload_busy if task.kind in (Kind.I, Kind.B) else 0
@@ -106,7 +106,7 @@ class WindowModel:
             if old is not None:
                 end = max(end, self.schedule.end(task) + self._busy(task)[1])
             latest = end - self.gain
-            if kind is Kind.F and (busy := self.schedule.problem.stages[s].offload_busy):
+            if kind is Kind.F and (busy := self.schedule.problem.at(s, m).offload_busy):
                 latest -= busy * made.offload
             law = self.model.add(ends.get(kind, start + duration(self.schedule.problem, task)) <= latest)
             if present is not None:
@@ -114,7 +114,7 @@ class WindowModel:
 
     def _bound_begin(self, made: Activation, s: int, m: int) -> None:
         """What the reload of a free backward takes from compute is in the window, or where it was before."""
-        busy = self.schedule.problem.stages[s].reload_busy
+        busy = self.schedule.problem.at(s, m).reload_busy
         for task in (Task(Kind.I, s, m), Task(Kind.B, s, m)):
             if busy and task in self.schedule.starts and self._free(task):
                 least = min(self.window.begin, self.schedule.starts[task] - self._busy(task)[0])

@@ -206,6 +206,18 @@ def test_the_smallest_cap_counts_offloads_of_a_part_where_the_host_has_no_room_f
     assert [device.peak_bytes for device in quick(profile, 300, **asked).schedule.devices] == [300]
 
 
+def test_the_smallest_cap_counts_what_devices_always_hold_to_the_byte():
+    """Where the host has room for half of what could leave, both devices offload the first of their two stages."""
+    times = {"forward_ns": 20, "backward_input_ns": 20, "backward_weight_ns": 20, "checkpoint_bytes": 1000}
+    layers = [Layer(name=f"l{n}", saved_bytes=1000, static_bytes=int(n == 1), **times) for n in range(4)]
+    link = Link(d2h_bytes_per_s=10**12, h2d_bytes_per_s=10**12)
+    profile = Profile(name="p", machine=Machine(devices=2, host_memory_bytes=2000, links=[link]), layers=layers)
+    asked = {"microbatches": 2, "placement": "loop", "stages_per_device": 2, "recompute": False, "time_limit_s": 0.0}
+    with pytest.raises(Infeasible, match="the smallest --mem that would do is 1001B"):
+        quick(profile, 1000, **asked)
+    assert max(device.peak_bytes for device in quick(profile, 1001, **asked).schedule.devices) == 1001
+
+
 def test_the_cap_that_a_known_schedule_needs_is_enough_for_it():
     """The first layer of a device needs much in its backward: layer by layer when the others are over, but that is
     tried only where one microbatch may not fit."""

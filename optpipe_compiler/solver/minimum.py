@@ -41,7 +41,7 @@ def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
     if not _fits_hosts(single, starts):
         starts = _in_least(single, _offloads_that_fit(single, fixed), fixed)
         if not _fits_hosts(single, starts):  # one of the devices was solved for
-            starts = _solve(coarsen(_unit_times(single)), fixed)
+            starts = _solve(single, fixed)
     return _repeated(problem, starts)
 
 
@@ -87,7 +87,7 @@ def _in_least(single: Problem, may_leave: Collection[int], fixed: tuple[int, ...
         kinds = [_least_left(alone, place, may_leave=s in may_leave)[1] for place, s in enumerate(mine)]
         found = lean_order(alone, kinds)
         if found is None:
-            starts = _solve(coarsen(_unit_times(alone)), (fixed[device],))
+            starts = _solve(alone, (fixed[device],))
             found = list(Schedule(alone, "", starts).sequence)
         orders.append(found)
     return _merged(single, orders)
@@ -234,10 +234,9 @@ def _offloads_that_fit(single: Problem, fixed: tuple[int, ...]) -> set[int]:
     All forwards come before all backwards, so what is offloaded is on the hosts at one time.
     """
     cp_model = _cp_model()
-    coarse, model = coarsen(_unit_times(single)), cp_model.CpModel()
+    (coarse, offset), model = _in_units(single, fixed), cp_model.CpModel()
     leaves = [model.new_bool_var(f"leaves_{s}") for s in range(len(coarse.stages))]
     in_halves = [model.new_bool_var(f"in_halves_{s}") for s in range(len(coarse.stages))]
-    offset = [-(-size // coarse.unit_bytes) for size in fixed]
     most = sum(abs(getattr(stage, name)) for stage in coarse.stages for name in SIZES) + max(offset, default=0)
     cap = model.new_int_var(0, most, "cap")
     for device in range(coarse.devices):
@@ -265,6 +264,18 @@ def _unit_times(problem: Problem) -> Problem:
     """Return the problem with ops of one tick, and messages and what copies take from compute of none."""
     times = {name: 1 for name in DURATIONS} | {name: 0 for name in BETWEEN}
     return replace(problem, stages=tuple(replace(stage, **times) for stage in problem.stages))
+
+
+def _in_units(problem: Problem, fixed: tuple[int, ...]) -> tuple[Problem, list[int]]:
+    """Return the problem with ops of one tick, and what each device always holds beyond another one, in its units.
+
+    In bytes where that is no multiple of larger units: rounded, devices that hold different amounts would look alike.
+    """
+    exact = _unit_times(problem)
+    coarse, least = coarsen(exact), min(fixed)
+    if any((size - least) % coarse.unit_bytes for size in fixed):
+        coarse = exact
+    return coarse, [(size - least) // coarse.unit_bytes for size in fixed]
 
 
 def _serial(problem: Problem, starts: dict[Task, int]) -> Schedule:
@@ -300,15 +311,14 @@ def _solved(model: Any) -> CpSolver:
     return solver
 
 
-def _solve(problem: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
+def _solve(single: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
     cp_model = _cp_model()
     from optpipe_compiler.solver import constraints, hint, variables
 
-    model = cp_model.CpModel()
+    (problem, offset), model = _in_units(single, fixed), cp_model.CpModel()
     horizon = 7 * len(problem.stages)
     v = variables.create(model, problem, horizon)
     total = sum(max(0, getattr(stage, name)) for stage in problem.stages for name in SIZES)
-    offset = [-(-size // problem.unit_bytes) for size in fixed]
     cap = model.new_int_var(0, total + max(offset, default=0), "cap")
     constraints.add_all(model, problem, v, budgets=[cap - size for size in offset])
     model.minimize(cap)

@@ -162,6 +162,12 @@ def _conform(
         if expected is not None and found[0] == expected[0] and found[1].is_floating_point:
             also = f", or build_stages(float_dtype={found[1]}) where all layers return it"
         raise BadInput(f"{name} returns {in_words(found)}, expected {wanted}{also}")
+    if not trial.passes_back(unit):
+        raise BadInput(
+            f"{name} passes no gradient back to layer {planned.layers[0] - 1}, as where a layer calls detach() or "
+            "computes under no_grad(), expected frozen parameters (requires_grad_(False)) instead, or the layers up to "
+            "there as one, the model's first"
+        )
     if bytes_tolerance is None:
         return
     units, (begin, end), whole = schedule.setup.units, (0, 1), 1

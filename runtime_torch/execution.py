@@ -416,6 +416,13 @@ class StageExecution:
         """Bytes on the device that `layers` (absent: all of the stage) saved for `microbatch`, each storage once."""
         return self.occupied(self._passes[microbatch].store.live_sizes(layers))
 
+    def passes_back(self, microbatch: int) -> bool:
+        """Between a forward and its backward: whether the input will get a gradient, or needs none (first stage)."""
+        run = self._passes[microbatch]
+        if run.leaf is None:
+            return True
+        return run.output is not None and split.leads_to(run.output, get_gradient_edge(run.leaf))
+
     def captured_bytes(self, microbatch: int) -> int:
         """Between I and W: bytes of the captured gradients, beside the saved bytes that are left."""
         run = self._passes[microbatch]

@@ -415,6 +415,20 @@ class _Walk:
         return False
 
 
+def leads_to(root: GradientEdge, target: GradientEdge) -> bool:
+    """Whether a backward from `root` comes to the target's node."""
+    found = {root.node}
+    stack = [root.node]
+    while stack:
+        node = stack.pop()
+        if node == target.node:
+            return True
+        new = [child for child in _children(node) if child not in found]
+        found.update(new)
+        stack += new
+    return False
+
+
 def _children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
 

@@ -172,6 +172,38 @@ def test_one_of_several_tensors_that_has_no_gradient_has_none_behind_a_border(al
     )
 
 
+class Apart(nn.Linear):
+    """Does not train what is before it; its own weights, or nothing."""
+
+    def __init__(self, trains=True):
+        super().__init__(WIDTH, WIDTH)
+        self.trains = trains
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.trains):
+            return super().forward(x.detach())
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@both
+def test_a_stage_that_passes_no_gradient_back_is_refused_before_the_first_step(alone, trains, fused):  # noqa: F811
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Apart(trains), Scores()]
+    _, runner = pipelined(layers, plan((0, 0, 0, 0), fused=fused))
+    x, target = batch(0)
+    with pytest.raises(BadInput, match=r"stage 2 \(layers 2 to 2\) passes no gradient back to layer 1, .* frozen"):
+        runner.step(x, target=target)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), Apart(trains)), nn.Linear(WIDTH, WIDTH), nn.Identity(), Scores()]
+    assert_trains_as_in_a_loop(layers, fused=fused, placement=(0, 0, 0, 0))  # as the sentence says
+
+
+@both
+def test_frozen_layers_in_front_train_nothing(alone, fused):  # noqa: F811
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Scores()]
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    assert_trains_as_in_a_loop(layers, fused=fused, placement=(0, 0, 0, 0))
+
+
 @both
 def test_a_weight_that_a_hook_changes_before_a_backward_reads_it_is_refused(alone, fused):  # noqa: F811
     def steps(parameter):

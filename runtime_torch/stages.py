@@ -130,6 +130,8 @@ def build_stages(
         if isinstance(layers, Mapping):
             layers = [layers[index] for index in range(schedule.setup.layers)]
         bundles = trace_bundles(layers, inputs, target, device)
+        if not bundles[-1].is_single:
+            raise BadInput(f"the last layer returns {bundles[-1]}, expected the scalar loss alone")
         if float_dtype is not None:
             bundles[1:-1] = [bundle.with_floats(float_dtype) for bundle in bundles[1:-1]]
     stages = stages_between(schedule, layers, rank, device, bundles, prepare, ties)

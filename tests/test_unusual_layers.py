@@ -196,6 +196,17 @@ def test_a_stage_that_passes_no_gradient_back_is_refused_before_the_first_step(a
     assert_trains_as_in_a_loop(layers, fused=fused, placement=(0, 0, 0, 0))  # as the sentence says
 
 
+class ScoresToo(Scores):
+    def forward(self, x, target):
+        return super().forward(x, target), x
+
+
+def test_a_last_layer_that_returns_more_than_the_loss_is_refused(alone):  # noqa: F811
+    sentence = r"last layer returns float32 of shape \(\), float32 of shape \(2, 6\), expected the scalar loss alone"
+    with pytest.raises(BadInput, match=sentence):
+        pipelined([*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), ScoresToo()], plan((0, 0)))
+
+
 @both
 def test_frozen_layers_in_front_train_nothing(alone, fused):  # noqa: F811
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Scores()]

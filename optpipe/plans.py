@@ -263,7 +263,9 @@ def compile(
     offloads together. `microbatches` per step (default: 4 per device). `time_limit` in seconds. `method` emits a known
     schedule instead of searching. `start` names earlier plans: the result is no worse than one that still fits.
     `keep_placement` names one whose cut and owners of stages are kept, so that no weight moves. With `cache` an equal
-    question is answered from the user's cache folder, and others start from near plans there.
+    question is answered from the user's cache folder, and others start from near plans there. `options` are those of
+    the command: `placement`, `stages_per_device`, `objective`, `offload`, `recompute`, `split` (False forbids them),
+    `slices`, `lengths`, `seed`, `reproducible`, `workers`, `noise`.
     Raises Infeasible with the smallest `mem` that would do, NotFound when the time is over before there is any plan,
     and BadInput. Ctrl-C returns the best plan so far.
     """

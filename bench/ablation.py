@@ -146,6 +146,12 @@ MANY = Group(
     is_alone=False,
 )
 WHOLE_PLANS = Group("Whole plans where memory binds", 3.0, BINDING.cases, is_alone=False)
+SMALL_MEASURED = Group(
+    "Small enough for CP-SAT: the measured profile",
+    12.0,
+    tuple(Case("measured", 2, 8, mem_mb / 2000) for mem_mb in (224, 231.4, 256)),
+    is_alone=False,
+)
 FEW = Group(
     "One or two layers a device",
     1.0,
@@ -309,6 +315,7 @@ GROUPS = (
     LONG,
     FUSED,
     SMALL,
+    SMALL_MEASURED,
     MEASURED,
     PLENTY,
     SELECTED,
@@ -361,8 +368,8 @@ def search(**constants: object) -> Part:
     return Part(tuple(patch.object(local_search, name, value) for name, value in constants.items()))
 
 
-def constant(room: object, name: str, value: object, group: Group) -> Part:
-    return Part((patch.object(room, name, value),), groups=(group,))
+def constant(room: object, name: str, value: object, *groups: Group) -> Part:
+    return Part((patch.object(room, name, value),), groups=groups)
 
 
 def policies(before: str, after: str) -> Part:
@@ -522,13 +529,14 @@ PARTS = {
     "two runs of a policy for up to 4": Part(edits=(("machine/policy.py", "\nTRIES = 4\n", "\nTRIES = 2\n"),)),
     "0.7 of the time for the local search for 0.92": constant(compiler, "LOCAL_SHARE", 0.7, WHOLE_PLANS),
     "all of the time for the local search for 0.92": constant(compiler, "LOCAL_SHARE", 1.0, WHOLE_PLANS),
-    "0.15 of the time for the local search for 0.3": constant(compiler, "SMALL_SHARE", 0.15, SMALL),
-    "0.6 of the time for the local search for 0.3": constant(compiler, "SMALL_SHARE", 0.6, SMALL),
+    "0.3 of the time for the local search for 0.6": constant(compiler, "SMALL_SHARE", 0.3, SMALL, SMALL_MEASURED),
+    "0.9 of the time for the local search for 0.6": constant(compiler, "SMALL_SHARE", 0.9, SMALL, SMALL_MEASURED),
+    "other ticks where rounded a schedule does not fit": constant(exact, "FINER", exact.FINER[:1], SMALL_MEASURED),
     "0.35 of what is left for the full model for 0.7": constant(exact, "EXACT_SHARE", 0.35, SMALL),
     "windows of 2 s for 4": constant(exact, "WINDOW_S", 2.0, SMALL),
     "windows of 8 s for 4": constant(exact, "WINDOW_S", 8.0, SMALL),
     "windows": Part((NO_WINDOWS,), groups=(SMALL,)),
-    "the full model, its time to windows": Part((NO_MODEL, *shares(0.3)), groups=(SMALL,)),
+    "the full model, its time to windows": Part((NO_MODEL, *shares(0.6)), groups=(SMALL,)),
     "the full model up to 48 stages x microbatches for 100": Part((patch.object(exact, "EXACT", 48),), groups=(SMALL,)),
     "windows and the full model, their time to the local search": Part(
         (NO_WINDOWS, NO_MODEL, *shares(1.0)), groups=(SMALL,)

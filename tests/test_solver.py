@@ -8,15 +8,20 @@ from dataclasses import replace
 from itertools import compress, product
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.machine.orders import peaks
-from optpipe_compiler.model.problem import Freedom, Problem, coarsen
-from optpipe_compiler.model.schedule import Kind, Schedule, Task
+from optpipe_compiler.documents.profile import load as load_profile
+from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.machine.orders import peaks, retime
+from optpipe_compiler.model.placement import layout
+from optpipe_compiler.model.problem import Caps, Freedom, Problem, build, coarsen
+from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
+from optpipe_compiler.plan import exact
 from optpipe_compiler.solver import minimum
 from optpipe_compiler.solver.minimum import one_at_a_time, quickly_one_at_a_time
 from optpipe_compiler.solver.worker import Limits, Request, SearchEvent, solve
@@ -496,3 +501,40 @@ except KeyboardInterrupt:
         [sys.executable, "-c", script], cwd=Path(__file__).parent.parent, capture_output=True, text=True
     )
     assert said.stdout == "interrupted\n", said.stderr
+
+
+def test_a_schedule_that_fills_the_memory_is_searched_in_ticks_in_which_it_fits(monkeypatch):
+    profile = load_profile(Path(__file__).parents[1] / "bench" / "measured.json")
+    work = [value_of(layer.forward_ns) for layer in profile.expanded_layers()]
+    one = build(profile, layout("loop", 2, 3, work), 4, Caps(3 * 10**8, None), Freedom())
+    search = exact._Exact(None, SimpleNamespace(left=lambda: 10.0), None)
+    refused = 0
+    for timed in dispatched(one):
+        full = replace(one, budget=tuple(peaks(timed)))
+        try:
+            best = retime(timed, full)
+        except Stuck:
+            continue
+        coarse = search._coarse(SimpleNamespace(best=best, problem=full))
+        assert all(peak <= budget for peak, budget in zip(peaks(coarse), coarse.problem.budget, strict=True))
+        with monkeypatch.context() as patched:
+            patched.setattr(exact, "FINER", exact.FINER[:1])
+            refused += search._coarse(SimpleNamespace(best=best, problem=full)) is None
+    assert refused
+
+
+def test_placements_are_searched_whole_as_far_as_that_may_raise_what_is_proven_of_all(monkeypatch):
+    def attempt(name, bound, reached):
+        size = SimpleNamespace(stages=(None,), microbatches=1)
+        return SimpleNamespace(name=name, bound=SimpleNamespace(ticks=bound), best=reached, problem=size)
+
+    attempts = [attempt("b", 90, 110), attempt("best", 80, 100), attempt("c", 70, 120), attempt("d", 75, 130)]
+    incumbents = SimpleNamespace(
+        attempts=attempts, reached=lambda a: a.best, is_met=lambda a: False, winner=lambda: attempts[1]
+    )
+    searched, polished = [], []
+    monkeypatch.setattr(exact._Exact, "full_model", lambda _, one, seconds: searched.append((one.name, seconds)))
+    monkeypatch.setattr(exact._Exact, "polish", lambda _, one: polished.append(one.name))
+    exact.exact(incumbents, SimpleNamespace(left=lambda: 100.0))
+    assert [name for name, _ in searched] == ["best", "c"]
+    assert polished == ["best"]

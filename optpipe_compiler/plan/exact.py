@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 EXACT = 100
 """Stages x microbatches up to which the full model is searched; larger instances by core and windows. With 48 plans of
 two cases are 0.5 % shorter and 0.1 % longer, of one seed (docs/ABLATION.md)."""
+FINER = (4, 5, 6, 7, 8, 10, 12)
+"""How fine ticks are tried, in quarters, until a schedule fits (docs/ABLATION.md)."""
 EXACT_SHARE = 0.7
 """Share of the time that is left for the full models of all placements, where they are small enough. They are there for
 the proof of tiny instances: windows alone find the same plans in three cases of docs/ABLATION.md."""
@@ -48,11 +51,14 @@ def exact(incumbents: Incumbents, budget: Budget) -> None:
     ranked = sorted((a for a in incumbents.attempts if a.best is not None), key=incumbents.reached)
     with Searcher() as searcher:
         search = _Exact(incumbents, budget, searcher)
-        small = list(filter(is_small, ranked))
-        until = budget.left() * (1 - EXACT_SHARE)
+        small, until = list(filter(is_small, ranked)), budget.left() * (1 - EXACT_SHARE)
+        proven = math.inf
         for number, attempt in enumerate(small):
+            if attempt.bound.ticks >= proven:  # what is proven of all placements is the lowest bound of them
+                continue
             if not incumbents.is_met(attempt) and budget.left() > until + 0.5:
                 search.full_model(attempt, (budget.left() - until) / (len(small) - number))
+            proven = min(proven, attempt.bound.ticks)
         winner = incumbents.winner()
         if winner is not None and budget.left() > 1:
             search.polish(winner)
@@ -95,9 +101,24 @@ class _Exact:
         if self.incumbents.is_better(attempt, timed):
             self.incumbents.keep(attempt, timed, phase)
 
+    def _coarse(self, attempt: Attempt) -> Schedule | None:
+        """Return the attempt's best schedule in larger ticks and units; None where rounded it does not fit.
+
+        Where memory is short there may be no room for a message that, rounded, comes an op too soon: other ticks are
+        tried then.
+        """
+        best, problem = attempt.best, attempt.problem
+        assert best is not None
+        for parts in FINER:
+            with suppress(Stuck):
+                return machine.orders.retime(best, coarsen(problem, best.makespan * FINER[0] // parts))
+            if self.budget.left() <= 1:
+                break
+        return None
+
     def full_model(self, attempt: Attempt, seconds: float) -> None:
         """Search the whole instance; the only search that proves bounds."""
-        hint = _coarse(attempt)
+        hint = self._coarse(attempt)
         if hint is None:
             return
         coarse = hint.problem
@@ -115,7 +136,7 @@ class _Exact:
 
     def polish(self, attempt: Attempt) -> None:
         """Improve stretch after stretch of the best schedule, its ends first, with growing windows."""
-        current = _coarse(attempt)
+        current = self._coarse(attempt)
         if current is None:
             return
         for periods in WINDOWS:
@@ -146,14 +167,6 @@ class _Exact:
 
         self._run(attempt, current, WINDOW_S, on_event, window)
         return best
-
-
-def _coarse(attempt: Attempt) -> Schedule | None:
-    """Return the attempt's best schedule in larger ticks and units; None where rounded it does not fit."""
-    assert attempt.best is not None
-    with suppress(Stuck):
-        return machine.orders.retime(attempt.best, coarsen(attempt.problem, attempt.best.makespan))
-    return None
 
 
 def _is_loose(schedule: Schedule, window: Window) -> bool:

@@ -28,8 +28,8 @@ longer in the mean, with twice of it 0.1 and 1.0 % shorter in two cases (docs/AB
 LOCAL_SHARE = 0.92
 """Share of the time that is left for the local search, where no instance is small enough for the full model. With 0.7
 or 1 plans are 0.1 % longer in the mean (docs/ABLATION.md)."""
-SMALL_SHARE = 0.3
-"""The same where one is. With half or twice of it plans differ by less than 0.1 % in the mean (docs/ABLATION.md)."""
+SMALL_SHARE = 0.6
+"""The same where one is (docs/ABLATION.md)."""
 SOON_SHARE = 0.05
 """Share of the time limit in which a published schedule is looked for before anything else, until one fits."""
 MOST_THREADS = 16

@@ -597,7 +597,7 @@ def hanging(line: Connection) -> None:
 @pytest.mark.parametrize(("serve", "words"), [(out_of_memory, "out of memory"), (dead_on_arrival, "no such module")])
 def test_a_solver_process_that_dies_is_noted_and_the_best_schedule_is_returned(monkeypatch, serve, words):
     monkeypatch.setattr(search, "serve", serve)
-    result = planned(time_limit_s=1.5, reproducible=True)
+    result = planned(time_limit_s=3.0, reproducible=True)
     assert verify(result.schedule, OPEN) == []
     assert not result.interrupted
     assert any("(DIED): " in note and note.endswith(words) for note in result.notes)
@@ -607,8 +607,11 @@ def test_a_solver_process_that_dies_is_noted_and_the_best_schedule_is_returned(m
 def test_a_solver_process_that_hangs_is_ended_and_the_best_schedule_is_returned(monkeypatch):
     monkeypatch.setattr(search, "serve", hanging)
     monkeypatch.setattr(search, "GRACE_S", 0.1)
-    result = planned(time_limit_s=1.0)
+    ends, plain = [], search.Searcher.search
+    monkeypatch.setattr(search.Searcher, "search", lambda *asked: ends.append(plain(*asked)))
+    result = planned(time_limit_s=3.0)
     assert verify(result.schedule, OPEN) == []
+    assert set(ends) == {"KILLED"}
     assert children() == []
 
 

@@ -131,7 +131,7 @@ def test_a_file_names_the_machines_devices_and_is_else_that_of_the_reordered_mac
 @pytest.fixture(scope="module")
 def planned():
     """A plan of 4 devices whose links are short where neighbours share them."""
-    options = Options(mem_bytes=TIGHT, microbatches=8, time_limit_s=1.0, reproducible=True)
+    options = Options(mem_bytes=TIGHT, microbatches=8, time_limit_s=4.0, reproducible=True)
     return compile_schedule(PAIRS, options).schedule
 
 

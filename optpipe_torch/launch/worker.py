@@ -10,7 +10,7 @@ import torch
 
 from runtime_torch.gpu_channels import CONNECTIONS
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 """As `malloc.h` of the GNU C library numbers them."""
 
 
@@ -18,7 +18,8 @@ def settle_on_cpu() -> None:
     """Compute in one thread; keep freed memory, as the caching allocator does on a GPU.
 
     Left alone, the GNU C library gives large blocks back to the system and gets them again, page by page, in every
-    step. Other C libraries are left as they are.
+    step. So does a heap of each thread's own, where lanes take memory that others give back: all share one. Other C
+    libraries are left as they are.
     """
     torch.set_num_threads(1)
     try:
@@ -27,6 +28,7 @@ def settle_on_cpu() -> None:
         return
     mallopt(_TRIM_THRESHOLD, -1)
     mallopt(_MMAP_MAX, 0)
+    mallopt(_ARENA_MAX, 1)
 
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.model.placement import Layout
+    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.plan.local_search import Found, _Climber
 
     Makespans = dict[str, float]
@@ -390,6 +391,11 @@ def wishes_edited(before: str, after: str) -> Part:
     return Part(edits=(("plan/wishes.py", before, after),))
 
 
+def for_any_cap(found: list[tuple[Layout, Problem]], _: object) -> list[tuple[Layout, Problem]]:
+    """Leave out the placements that are for small caps alone."""
+    return [each for each in found if each[0].below_bytes is None]
+
+
 def nothing(*_: object, **__: object) -> None:
     return None
 
@@ -542,7 +548,7 @@ PARTS = {
         (NO_WINDOWS, NO_MODEL, *shares(1.0)), groups=(SMALL,)
     ),
     "selective recompute": constant(instances, "selectively", lambda *_: iter(()), SELECTED),
-    "layers as stages beside each other": constant(instances, "_is_tight", lambda *_: False, TIGHT),
+    "layers as stages beside each other": constant(instances, "_needed", for_any_cap, TIGHT),
     "what takes the least time for one microbatch, repeated": Part(
         (patch.object(least_memory.LeastMemory, "find_quick", nothing),), groups=(TIGHT, SELECTED)
     ),

@@ -16,8 +16,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+from bench.ablation import for_any_cap, profile_of
 from bench.ablation import options as options_of
-from bench.ablation import profile_of
 from bench.planner import Case
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile
@@ -33,7 +33,7 @@ LIMIT_S = 0.5
 """Of each plan, counted in ops."""
 FOR_LITTLE = (
     ("selective recompute", "selectively", lambda *_: iter(()), Case("measured", 2, 8, 0.0005)),
-    ("layers as stages beside each other", "_is_tight", lambda *_: False, Case("6.2B-x8", 8, 8, 0.0005)),
+    ("layers as stages beside each other", "_needed", for_any_cap, Case("6.2B-x8", 8, 8, 0.0005)),
 )
 """Placements, what makes them and what stands for it where it is left out, and a case that never fits."""
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench.ablation import PARTS, ROOM, runs_in
+from bench.tight import FOR_LITTLE
+from optpipe_compiler.plan import instances
 
 BENCH = Path(__file__).parent.parent / "bench"
 MEASURED = {run.part for run in runs_in(BENCH / "ablation.json")}
@@ -40,6 +42,14 @@ def varied() -> set[str]:
 @pytest.mark.parametrize(("file", "before"), [edit[:2] for edit in EDITS])
 def test_what_is_edited_in_compiled_code_is_there_once(file, before):
     assert (ROOM / file).read_text(encoding="utf-8").count(before) == 1
+
+
+def test_what_is_left_out_or_changed_is_there():
+    every = [one for part in PARTS.values() for one in part.patches if hasattr(one, "getter")]
+    patches = [(one.getter(), one.attribute) for one in every]
+    patches += [(instances, name) for _, name, _, _ in FOR_LITTLE]
+    assert len(patches) > 50
+    assert [(room, name) for room, name in patches if not hasattr(room, name)] == []
 
 
 def test_every_constant_that_was_varied_has_the_measurement_beside_it():

@@ -40,6 +40,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def perf_counter_ns(self) -> int:
+        return 0
+
     def take(self, timeout_s: float) -> list[object]:
         self.now += 1
         return []
@@ -166,6 +169,15 @@ def test_one_microbatch_at_a_time_never_takes_the_place_of_something_better():
     budget = Budget(Limits("makespan", LIMIT, 0, 1, reproducible=False), 0, begin=time.monotonic())
     LeastMemory(incumbents, Caps(100, None), budget).find()
     assert attempt.best is best
+
+
+def test_a_quicker_machine_keeps_less_time_back_and_a_slower_one_no_more(monkeypatch):
+    limits, reserves_s = Limits("makespan", LIMIT, 0, 1, reproducible=False), []
+    for steps_ns in (1, 10**12):
+        monkeypatch.setattr("optpipe_compiler.plan.budget.STEPS_NS", steps_ns)
+        reserves_s.append(Budget(limits, 1000, begin=0.0).reserve_s)
+    assert reserves_s[0] == pytest.approx(0.2 + 1000 * 19e-5)
+    assert 0 < reserves_s[1] < 0.5 * reserves_s[0]
 
 
 def test_a_schedule_that_fits_by_waiting_names_a_cap_that_is_enough_for_that():

@@ -16,6 +16,10 @@ AFTER_S_PER_TASK = 9e-5
 """Seconds that a command takes per task to write and to show the result; `bench.lowering` measures 5 to 9e-5."""
 SPARE_S_PER_TASK = 2e-5
 """Seconds that it takes per task to see what can stay: at most four rounds of 5 us."""
+STEPS, STEPS_NS = 20_000, 4_500_000
+"""Steps of a loop, and the time in which a machine does them that takes as long as these constants say. By `python -m
+bench.limits` plans of 2 s are 0.3 % shorter in the mean where it takes 3 ms. With 6 ms for 4.5 there was no time left
+to write that of 64 devices within its minute."""
 
 
 class Budget:
@@ -30,7 +34,7 @@ class Budget:
         self._stopped: float | None = None
         self.spent = 0.0
         """Deterministic time, in units of the solver."""
-        self.reserve_s = lowering_s(tasks) + (SPARE_S_PER_TASK + AFTER_S_PER_TASK) * tasks
+        self.reserve_s = _pace() * (lowering_s(tasks) + (SPARE_S_PER_TASK + AFTER_S_PER_TASK) * tasks)
         """Time that sparing, lowering, verifying, writing and showing the result will take."""
         self.is_interrupted = False
         """Whether someone has asked for the best so far."""
@@ -60,6 +64,17 @@ class Budget:
     def is_over(self) -> bool:
         """Whether nothing more may begin: the clock says so, where it decides, or who has interrupted the search."""
         return self.is_interrupted or (not self.limits.reproducible and self.left() < 0)
+
+
+def _pace() -> float:
+    """Return what share of the time that the constants say this machine takes now, no more than all of it."""
+    took_ns = []
+    for _ in range(3):
+        begin, made = time.perf_counter_ns(), dict[tuple[int, int], tuple[int, int]]()
+        for number in range(STEPS):
+            made[number % 97, number % 13] = number, number + 1
+        took_ns.append(time.perf_counter_ns() - begin)
+    return min(1.0, sorted(took_ns)[1] / STEPS_NS)
 
 
 def lowering_s(count: int) -> float:

@@ -178,6 +178,7 @@ def test_a_quicker_machine_keeps_less_time_back_and_a_slower_one_no_more(monkeyp
         reserves_s.append(Budget(limits, 1000, begin=0.0).reserve_s)
     assert reserves_s[0] == pytest.approx(0.2 + 1000 * 19e-5)
     assert 0 < reserves_s[1] < 0.5 * reserves_s[0]
+    assert Budget(limits, 10**6, begin=0.0).reserve_s == pytest.approx(0.2 + 10**6 * 19e-5)
 
 
 def test_a_schedule_that_fits_by_waiting_names_a_cap_that_is_enough_for_that():

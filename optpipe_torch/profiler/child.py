@@ -145,7 +145,7 @@ def _find(timer: Timer, place: Place, asked: Asked, how: Measuring, say: Callabl
         model = models.as_long_as_its_data(model)
     names = models.layer_names(model)
     asked.check(len(names))
-    ties = models.tied_layers(model)
+    ties = [tie and (tie.name, tie.kept_bytes) for tie in models.tied_layers(model)]
     room = timer.room_bytes(place.world)
     _refuse_too_large(model, room)
     benches = Benches(model, text.default_text(), timer.device)

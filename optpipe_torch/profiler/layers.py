@@ -266,17 +266,10 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
         captured=captured,
         checkpoint=checkpoint,
         output=0 if bench.stage.is_last else bench.stage.occupied([output.nbytes]),
-        static=bench.stage.occupied(size for tensor in tensors for size in _kept(inner_layer(layer), tensor)),
+        static=bench.stage.occupied(
+            size for one in tensors for size in models.kept_bytes(inner_layer(layer), one, one.itemsize)
+        ),
     )
-
-
-def _kept(layer: nn.Module, tensor: Tensor) -> list[int]:
-    """Bytes for the whole step: of a weight also gradients and both moments of AdamW, unless the layer says another
-    number for each of its weights."""
-    said: int | None = getattr(layer, "bytes_per_parameter", None)
-    if not tensor.requires_grad or said is None:
-        return [tensor.nbytes] * (4 if tensor.requires_grad else 1)
-    return [tensor.numel() * said]
 
 
 def selective_bytes(timer: Timer, benches: Benches, index: int, plain: LayerBytes) -> SelectiveBytes | None:

@@ -104,6 +104,25 @@ def normed(width: int = 32) -> list[nn.Module]:
     return [nn.Embedding(256, width), Normed(width), Normed(width), Scorer(width)]
 
 
+class Apart(nn.Linear):
+    """Does not train what is before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape."""
+        return super().forward(x.detach())
+
+
+def apart(width: int = 32) -> list[nn.Module]:
+    """Return layers of which one passes no gradient back."""
+    return [nn.Embedding(256, width), Mixer(width, width), Apart(width, width), Scorer(width)]
+
+
+def mostly_frozen(width: int = 32) -> list[nn.Module]:
+    """Return layers of which most save nothing: frozen matrices."""
+    inner = [nn.Linear(width, width).requires_grad_(False) for _ in range(4)]
+    return [nn.Embedding(256, width), *inner, Mixer(width, 4 * width), Scorer(width)]
+
+
 # -- steps that wait
 
 

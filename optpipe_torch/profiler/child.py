@@ -151,6 +151,8 @@ def _find(timer: Timer, place: Place, asked: Asked, how: Measuring, say: Callabl
     benches = Benches(model, text.default_text(), timer.device)
     say("bytes of the layers", 0.05)
     sizes = measure_sizes(timer, benches, names, room)
+    if asked.devices > 1:
+        _refuse_without_gradient(names, sizes)
     for name in sizes:
         slice_bytes(timer, benches, names.index(name), sizes[name])
     say("messages", 0.15)
@@ -176,11 +178,11 @@ def _find(timer: Timer, place: Place, asked: Asked, how: Measuring, say: Callabl
     }
     dist.barrier()
     say("host copies of all processes at once", 0.85)
-    block = names.index(common(names))
-    copies = time_copies(timer, benches, block, 2 * samples, _any_process)
+    copied = names.index(most_copied(names, sizes))
+    copies = time_copies(timer, benches, copied, 2 * samples, _any_process)
     is_first = _is_first_on_its_link(timer, place)
     say("host copies alone", 0.93)
-    copies_alone = time_copies(timer, benches, block, 2 * samples, bool) if is_first else None
+    copies_alone = time_copies(timer, benches, copied, 2 * samples, bool) if is_first else None
     dist.barrier()
     say("done", 1.0)
     del benches
@@ -217,6 +219,25 @@ def common(names: list[str]) -> str:
     """Return the most frequent kind of layer, of those that are neither first nor last where there are such."""
     inner = names[1:-1] or names
     return max(dict.fromkeys(inner), key=inner.count)
+
+
+def most_copied(names: list[str], sizes: dict[str, LayerBytes]) -> str:
+    """Return the kind of layer that saves most in all, of those that are neither first nor last where one of them saves
+    anything: its copies show how fast copies are."""
+    inner = names[1:-1]
+    some = inner if any(sizes[name].own_saved for name in inner) else names
+    return max(dict.fromkeys(some), key=lambda name: some.count(name) * sizes[name].own_saved)
+
+
+def _refuse_without_gradient(names: list[str], sizes: dict[str, LayerBytes]) -> None:
+    """Refuse a layer that passes no gradient back: a stage behind the first may not have it."""
+    for index, name in enumerate(names):
+        if not sizes[name].passes_back:
+            raise BadInput(
+                f"layer {index} passes no gradient back to layer {index - 1}, as where it calls detach() or computes "
+                "under no_grad(), and stages behind the first must: expected frozen parameters "
+                "(requires_grad_(False)) instead, or the layers up to there as one, the model's first"
+            )
 
 
 def _refuse_too_large(model: Model, room: int) -> None:

@@ -251,7 +251,7 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
     """
     bench = benches.stage(index, index + 1)
     output = bench.forward(0)
-    saved = bench.stage.saved_bytes(0)
+    saved, passes_back = bench.stage.saved_bytes(0), bench.stage.passes_back(0)
     bench.stage.backward_input(0, bench.gradient)
     captured = bench.stage.captured_bytes(0)
     residue = bench.stage.saved_bytes(0) + captured
@@ -269,6 +269,8 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
         static=bench.stage.occupied(
             size for one in tensors for size in models.kept_bytes(inner_layer(layer), one, one.itemsize)
         ),
+        own_saved=saved,
+        passes_back=passes_back,
     )
 
 

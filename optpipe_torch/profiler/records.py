@@ -95,6 +95,10 @@ class LayerBytes:
     """The same of a stage of this layer alone."""
     more_saved: int = 0
     """Of what is saved, that which a stage of this layer alone does not have: of tensors that it gets a part of."""
+    own_saved: int = 0
+    """What a stage of this layer alone saves, where `saved` is at least the input."""
+    passes_back: bool = True
+    """Whether what enters it gets a gradient, or needs none: it is the model's first layer."""
     selective: SelectiveBytes | None = None
     """With selective recompute; None: the layer has nothing to recompute so."""
     sliced: SlicedBytes | None = None

@@ -146,6 +146,27 @@ def test_layers_of_which_few_are_alike_need_no_more_in_any_stage_than_they_are_c
         assert all(excess[op] <= allowed[op] for op in excess), (first, end, excess, allowed)
 
 
+@pytest.mark.parametrize("frozen", [1, 3])
+def test_stages_that_begin_with_layers_that_do_not_train_need_no_more_than_they_are_charged(frozen):
+    """All of the backward of the first layer that trains is in W: nobody asks for the gradient of what enters it."""
+    config = {"frozen": frozen}
+    model = Model(builder="tests.user_layers:frozen_in_front", config=config, microbatch_size=2, sequence_length=16)
+    found, names = measure_layers.Benches(model, text.default_text()), models.layer_names(model)
+    assert names.count(names[frozen]) == 1
+    sizes = measure_sizes(Timer(), found, names, 10**9)
+    for end in range(1, len(names) + 1):
+        layers = [sizes[name] for name in names[:end]]
+        bench = found.stage(0, end)
+        bench.forward(0)
+        assert bench.stage.saved_bytes(0) <= sum(layer.saved for layer in layers)
+        bench.stage.backward_input(0, bench.gradient)
+        captured = bench.stage.captured_bytes(0)
+        assert captured <= sum(layer.captured for layer in layers)
+        assert bench.stage.saved_bytes(0) + captured <= sum(layer.residue for layer in layers)
+        excess = measure_layers.transient_bytes(Timer(), found, 0, end, layers)
+        assert all(excess[op] <= max(layer.transient[op] for layer in layers) for op in excess), (end, excess)
+
+
 def test_blocks_are_not_charged_for_the_heads_logits():
     model = THREE.model()
     model = structs.replace(model, config=model.config | {"vocab": 8192})

@@ -117,6 +117,28 @@ def apart(width: int = 32) -> list[nn.Module]:
     return [nn.Embedding(256, width), Mixer(width, width), Apart(width, width), Scorer(width)]
 
 
+class Looks(nn.Module):
+    """Attention, and a layer of its own behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
+        """Keep the shape."""
+        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.act(self.out(carry.attend(query, key, value).transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+def frozen_in_front(frozen: int, width: int = 32) -> list[nn.Module]:
+    """Return layers of which so many, the first ones, do not train."""
+    layers = [nn.Embedding(256, width), *(Looks(width) for _ in range(4)), Scorer(width)]
+    for one in layers[:frozen]:
+        one.requires_grad_(False)
+    return layers
+
+
 def mostly_frozen(width: int = 32) -> list[nn.Module]:
     """Return layers of which most save nothing: frozen matrices."""
     inner = [nn.Linear(width, width).requires_grad_(False) for _ in range(4)]

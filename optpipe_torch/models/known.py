@@ -125,11 +125,16 @@ def layer_names(model: Model) -> list[str]:
     """Return the kind of each layer; layers of one kind cost the same.
 
     A user's layers are of one kind if torch prints them alike, their parameters have the same shapes, and so have what
-    enters and leaves them; the first and the last layer are kinds of their own.
+    enters and leaves them; the first layer, the first that trains and the last are kinds of their own.
     """
     if model.builder in OWN:
         return [layers.kind_of(title, _architecture(model)) for title in layer_titles(model)]
     return user_model.kinds(model, _user(model), bundles(model))
+
+
+def first_trained(model: Model) -> int:
+    """Return the first layer with a parameter that trains; 0 where there is none."""
+    return 0 if model.builder in OWN else user_model.first_trained(model, _user(model))
 
 
 def layer_titles(model: Model) -> list[str]:

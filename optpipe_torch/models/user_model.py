@@ -171,20 +171,27 @@ def bundles(model: Model, user: UserModel, dtype: torch.dtype) -> list[Bundle]:
     return found
 
 
+def first_trained(model: Model, user: UserModel) -> int:
+    """Return the first layer with a parameter that trains, in which the backwards of the first stage end; 0: none."""
+    layers = (sketched(model, index, one) for index, one in enumerate(user.layers))
+    return next((n for n, one in enumerate(layers) if any(p.requires_grad for p in one.parameters())), 0)
+
+
 def kinds(model: Model, user: UserModel, borders: Sequence[Bundle]) -> list[str]:
     """Return the kind of each layer.
 
     Layers are of one kind if torch prints them alike, the same modules are compiled, their parameters have the same
-    shapes, and so have what enters and leaves them; the first and the last layer are kinds of their own.
+    shapes, and so have what enters and leaves them; the first layer, the first that trains and the last are kinds of
+    their own.
     """
     names: dict[object, str] = {}
     found = []
-    last = len(user.layers) - 1
+    alone = (0, first_trained(model, user), len(user.layers) - 1)
     for index, one in enumerate(user.layers):
         layer = sketched(model, index, one)
         sizes = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
         compiled = tuple(is_compiled(one) for one in layer.modules())
-        kind = (index if index in (0, last) else None, repr(layer), sizes, compiled, *borders[index : index + 2])
+        kind = (index if index in alone else None, repr(layer), sizes, compiled, *borders[index : index + 2])
         if kind not in names:
             name = type(inner_layer(layer)).__name__
             same = sum(known.partition("-")[0] == name for known in names.values())

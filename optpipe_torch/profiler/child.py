@@ -266,7 +266,8 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
         sizes[name].transient = dict(sizes[name].own_transient)
         sizes[name].selective = selective_bytes(timer, benches, index, sizes[name])
     _put_together(benches, names, sizes, room)
-    for first, end in _telling_stages(names):
+    _put_first(benches, names, sizes, room)
+    for first, end in _telling_stages(names, benches.first_trained):
         if sum(sizes[name].static for name in names[first:end]) > room:
             continue
         of_stage = [sizes[name] for name in names[first:end]]
@@ -294,13 +295,37 @@ def _put_together(benches: Benches, names: list[str], sizes: dict[str, LayerByte
         )
 
 
-def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
+def _put_first(benches: Benches, names: list[str], sizes: dict[str, LayerBytes], room: int) -> None:
+    """Add to the bytes of the first layer that trains what it keeps from I to W in one stage with those before it.
+
+    Nobody asks for the gradient of what enters it there. So all of its backward is in W, and waits for the gradient of
+    what it returned.
+    """
+    first = benches.first_trained
+    *before, layer = (sizes[name] for name in names[: first + 1])
+    if not before or sum(sizes[name].static for name in names[: first + 1]) > room:
+        return
+    bench = benches.stage(0, first + 1)
+    bench.forward(0)
+    bench.stage.backward_input(0, bench.gradient)
+    captured = bench.stage.captured_bytes(0)
+    residue = bench.stage.saved_bytes(0) + captured
+    bench.stage.backward_weight(0)
+    layer.captured = max(layer.captured, captured - sum(one.captured for one in before))
+    residue = max(layer.residue, layer.captured, residue - sum(one.residue for one in before))
+    layer.residue = min(residue, layer.saved + layer.captured)
+
+
+def _telling_stages(names: list[str], first_trained: int) -> list[tuple[int, int]]:
     """Stages of two and of three layers, each row of kinds that there is; from the first layer on to each other kind,
-    as nothing is before them that their gradient is for; and all of a small model. Those of few kinds come first."""
+    as nothing is before them that their gradient is for, and to the first that trains; and all of a small model. Those
+    of few kinds come first."""
     stages: dict[tuple[str, ...], tuple[int, int]] = {}
     for first in range(len(names) - 1):
         for end in range(first + 2, min(first + 3, len(names)) + 1):
             stages.setdefault(tuple(names[first:end]), (first, end))
+    if first_trained:
+        stages[tuple(names[: first_trained + 1])] = 0, first_trained + 1
     most = min(LAYERS_OF_A_STAGE, len(names))
     for end in range(2, most + 1):
         if end == most or names[end - 1] not in names[: end - 1]:

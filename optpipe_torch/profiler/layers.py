@@ -63,6 +63,8 @@ class Benches:
         self.device = torch.device(device)
         self._bundles = [replace(bundle, tokens=model.sequence_length) for bundle in models.bundles(model)]
         self.head = len(self._bundles) - 2
+        self.first_trained = models.first_trained(model)
+        """The first layer that trains: in one stage with those before it, all of its backward is in W."""
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(model.seed), 1)
         self.inputs = _cut_from_a_batch(self._bundles[0].carry(inputs).to(device))
         self.target = _cut_from_a_batch(target.to(device))

@@ -124,8 +124,7 @@ def layer_count(model: Model) -> int:
 def layer_names(model: Model) -> list[str]:
     """Return the kind of each layer; layers of one kind cost the same.
 
-    A user's layers are of one kind if torch prints them alike, their parameters have the same shapes, and so have what
-    enters and leaves them; the first layer, the first that trains and the last are kinds of their own.
+    A user's layers are of one kind if they look alike (`user_model.kinds`).
     """
     if model.builder in OWN:
         return [layers.kind_of(title, _architecture(model)) for title in layer_titles(model)]

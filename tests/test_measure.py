@@ -167,6 +167,21 @@ def test_stages_that_begin_with_layers_that_do_not_train_need_no_more_than_they_
         assert all(excess[op] <= max(layer.transient[op] for layer in layers) for op in excess), (end, excess)
 
 
+def test_layers_that_are_recomputed_together_keep_no_more_than_the_first_is_charged():
+    """The running statistics of all of them, as their forwards found them."""
+    model = Model(builder="tests.user_layers:running", config={}, microbatch_size=2, sequence_length=1)
+    found, names = measure_layers.Benches(model, b""), models.layer_names(model)
+    sizes = measure_sizes(Timer(), found, names, 10**9)
+    assert sizes["Running"].checkpoint == 2 * 8 * 8 * 8 * 4 + 3 * (2 * 8 * 4 + 8)
+    for first, end in combinations(range(len(names) + 1), 2):
+        bench = found.stage(first, end)
+        bench.forward(0, recomputed=True)
+        assert bench.stage.checkpoint_bytes(0) <= sizes[names[first]].checkpoint
+        layers = [sizes[name] for name in names[first:end]]
+        excess = measure_layers.transient_bytes(Timer(), found, first, end, layers)
+        assert all(excess[op] <= max(layer.transient[op] for layer in layers) for op in excess), (first, end, excess)
+
+
 def test_blocks_are_not_charged_for_the_heads_logits():
     model = THREE.model()
     model = structs.replace(model, config=model.config | {"vocab": 8192})

@@ -233,6 +233,20 @@ def images(channels: int = 8) -> tuple[list[nn.Module], Callable[..., object]]:
     return layers, draw_images
 
 
+class Running(Residual):
+    """With running statistics, which each forward changes."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.norm = nn.BatchNorm2d(channels)  # type: ignore[assignment]
+
+
+def running(channels: int = 8) -> tuple[list[nn.Module], Callable[..., object]]:
+    """Return the layers of a small network with running statistics, and the images."""
+    layers = [nn.Conv2d(3, channels, 3, padding=1), *(Running(channels) for _ in range(3)), Classifier(channels, 10)]
+    return layers, draw_images
+
+
 # -- tokens with positions and a mask, all of which the layers pass along
 
 VOCABULARY, LENGTH = 1000, 12

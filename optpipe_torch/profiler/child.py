@@ -258,6 +258,7 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
     not for its neighbours, which stand in other stages without it (a block without the head and its logits).
     """
     sizes = {name: layer_bytes(benches, names.index(name)) for name in dict.fromkeys(names)}
+    _put_changing(names, sizes)
     for name, chain in zip(names, models.layer_chains(benches.model), strict=True):
         sizes[name].chain = chain
     for name in sizes:
@@ -275,6 +276,14 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
             most = max(of_stage, key=lambda layer: layer.transient[op])
             most.transient[op] = max(most.transient[op], excess)
     return sizes
+
+
+def _put_changing(names: list[str], sizes: dict[str, LayerBytes]) -> None:
+    """Add to the checkpoint of each layer the buffers that forwards of the layers behind it change: where these are
+    recomputed with it, theirs are kept, too."""
+    for name, layer in sizes.items():
+        layer.checkpoint += sum(sizes[behind].changing for behind in names[names.index(name) + 1 :])
+        layer.saved = max(layer.saved, layer.checkpoint)
 
 
 def _put_together(benches: Benches, names: list[str], sizes: dict[str, LayerBytes], room: int) -> None:

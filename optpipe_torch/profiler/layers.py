@@ -272,6 +272,7 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
             size for one in tensors for size in models.kept_bytes(inner_layer(layer), one, one.itemsize)
         ),
         own_saved=saved,
+        changing=max(0, checkpoint - bench.stage.occupied([bench.x.nbytes])),
         passes_back=passes_back,
     )
 

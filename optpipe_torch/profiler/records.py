@@ -97,6 +97,8 @@ class LayerBytes:
     """Of what is saved, that which a stage of this layer alone does not have: of tensors that it gets a part of."""
     own_saved: int = 0
     """What a stage of this layer alone saves, where `saved` is at least the input."""
+    changing: int = 0
+    """Of the checkpoint, buffers that a forward changes."""
     passes_back: bool = True
     """Whether what enters it gets a gradient, or needs none: it is the model's first layer."""
     selective: SelectiveBytes | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from random import Random
 
 import msgspec
@@ -103,6 +104,35 @@ def test_copies_give_the_bandwidth_alone_and_against_the_other_direction(tmp_pat
     assert value_of(link.duplex_d2h_bytes_per_s) == 250_000_000
     assert value_of(link.duplex_h2d_bytes_per_s) == 200_000_000
     assert value_of(link.h2d_bytes_per_s) == 250_000_000
+
+
+def sharing(tmp_path, copies):
+    """The speeds of a link of both devices."""
+    machine = structs.replace(BASE.machine, links=[structs.replace(BASE.machine.links[0], devices=[0, 1])])
+    profile = structs.replace(BASE, machine=machine)
+    path = written(tmp_path, copies, profile_digest=profile.digest())
+    (link,) = profile_from_run(profile, "base.json", read_run(path)).profile.machine.links
+    return value_of(link.d2h_bytes_per_s), value_of(link.h2d_bytes_per_s)
+
+
+def test_copies_at_once_through_one_link_have_a_part_of_its_time_each(tmp_path):
+    at_once = [event("offload", stage, 0, begin, 3, bytes=2000) for stage, begin in ((0, 0), (1, 1))]
+    assert sharing(tmp_path, at_once) == (10**9, 10**9)  # 2 us each: 2 beside the other, 1 without
+    reload = event("reload", 0, 0, 20, 4, bytes=2000)
+    assert sharing(tmp_path, [*at_once, reload, event("offload", 0, 0, 30, 2.5, bytes=2000)]) == (8 * 10**8, 5 * 10**8)
+
+
+def test_the_copies_of_a_long_run_are_read_in_seconds():
+    copies = [
+        RunOp(kind, stage, number // 64, 1000 * number, 1000 * number + 900, (2 * stage, 2 * stage + 2), 1000)
+        for number in range(10_000)
+        for stage in (0, 1)
+        for kind in ("offload", "reload")
+    ]
+    begin = time.process_time()
+    (link,) = profile_from_run(BASE, "base", of_stages(BASE, copies)).profile.machine.links
+    assert time.process_time() - begin < 10
+    assert value_of(link.duplex_d2h_bytes_per_s) == round(1000e9 / 900)
 
 
 def test_what_copies_took_from_compute_is_not_the_ops(tmp_path):

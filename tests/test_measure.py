@@ -33,7 +33,7 @@ from optpipe_torch.models import known as models  # noqa: E402
 from optpipe_torch.models import text  # noqa: E402
 from optpipe_torch.profiler import layers as measure_layers  # noqa: E402
 from optpipe_torch.profiler import records as measure_profile  # noqa: E402
-from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
+from optpipe_torch.profiler.child import measure_sizes, most_copied  # noqa: E402
 from optpipe_torch.profiler.copies import time_copies  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
 from optpipe_torch.profiler.records import TIMED, Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
@@ -146,6 +146,42 @@ def test_layers_of_which_few_are_alike_need_no_more_in_any_stage_than_they_are_c
         assert all(excess[op] <= allowed[op] for op in excess), (first, end, excess, allowed)
 
 
+@pytest.mark.parametrize("frozen", [1, 3])
+def test_stages_that_begin_with_layers_that_do_not_train_need_no_more_than_they_are_charged(frozen):
+    """All of the backward of the first layer that trains is in W: nobody asks for the gradient of what enters it."""
+    config = {"frozen": frozen}
+    model = Model(builder="tests.user_layers:frozen_in_front", config=config, microbatch_size=2, sequence_length=16)
+    found, names = measure_layers.Benches(model, text.default_text()), models.layer_names(model)
+    assert names.count(names[frozen]) == 1
+    sizes = measure_sizes(Timer(), found, names, 10**9)
+    for end in range(1, len(names) + 1):
+        layers = [sizes[name] for name in names[:end]]
+        bench = found.stage(0, end)
+        bench.forward(0)
+        assert bench.stage.saved_bytes(0) <= sum(layer.saved for layer in layers)
+        bench.stage.backward_input(0, bench.gradient)
+        captured = bench.stage.captured_bytes(0)
+        assert captured <= sum(layer.captured for layer in layers)
+        assert bench.stage.saved_bytes(0) + captured <= sum(layer.residue for layer in layers)
+        excess = measure_layers.transient_bytes(Timer(), found, 0, end, layers)
+        assert all(excess[op] <= max(layer.transient[op] for layer in layers) for op in excess), (end, excess)
+
+
+def test_layers_that_are_recomputed_together_keep_no_more_than_the_first_is_charged():
+    """The running statistics of all of them, as their forwards found them."""
+    model = Model(builder="tests.user_layers:running", config={}, microbatch_size=2, sequence_length=1)
+    found, names = measure_layers.Benches(model, b""), models.layer_names(model)
+    sizes = measure_sizes(Timer(), found, names, 10**9)
+    assert sizes["Running"].checkpoint == 2 * 8 * 8 * 8 * 4 + 3 * (2 * 8 * 4 + 8)
+    for first, end in combinations(range(len(names) + 1), 2):
+        bench = found.stage(first, end)
+        bench.forward(0, recomputed=True)
+        assert bench.stage.checkpoint_bytes(0) <= sizes[names[first]].checkpoint
+        layers = [sizes[name] for name in names[first:end]]
+        excess = measure_layers.transient_bytes(Timer(), found, first, end, layers)
+        assert all(excess[op] <= max(layer.transient[op] for layer in layers) for op in excess), (first, end, excess)
+
+
 def test_blocks_are_not_charged_for_the_heads_logits():
     model = THREE.model()
     model = structs.replace(model, config=model.config | {"vocab": 8192})
@@ -202,6 +238,17 @@ def test_what_enters_a_users_layer_is_what_the_layers_before_it_make_and_only_fl
 def test_a_layer_that_saves_less_than_its_input_is_said_to_save_as_much():
     found = measure_layers.layer_bytes(measure_layers.Benches(OTHERS["images"], b""), 4)
     assert found.saved == found.checkpoint == 2 * 8 * 8 * 8 * 4
+
+
+def test_copies_are_timed_of_layers_that_save_something():
+    """Those of which there are most save nothing: a link was said to take one byte a second."""
+    model = Model(builder="tests.user_layers:mostly_frozen", config={}, microbatch_size=2, sequence_length=16)
+    found, names = measure_layers.Benches(model, text.default_text()), models.layer_names(model)
+    sizes = {name: measure_layers.layer_bytes(found, names.index(name)) for name in dict.fromkeys(names)}
+    assert (names.count("Linear"), sizes["Linear"].own_saved) == (4, 0)
+    assert most_copied(names, sizes) == "Mixer"
+    frozen = [name for name in names if name != "Mixer"]
+    assert most_copied(frozen, sizes) == "Scorer"
 
 
 # -- times
@@ -389,6 +436,15 @@ def test_more_devices_than_layers_are_refused_before_anything_is_measured():
     with pytest.raises(BadInput, match=r"^--devices is 5, expected at most the model's 4 layers$"):
         measure(replace(TINY, devices=5), lambda what, part: said.append(what))
     assert said == []
+
+
+@pytest.mark.runtime
+def test_a_layer_that_passes_no_gradient_back_is_refused_before_anything_is_timed():
+    said: list[str] = []
+    model = Model(builder="tests.user_layers:apart", config={}, microbatch_size=2, sequence_length=16)
+    with pytest.raises(BadInput, match=r"^layer 2 passes no gradient back to layer 1, .* as one, the model's first$"):
+        measure(replace(TINY, of=model), lambda what, part: said.append(what))
+    assert said == ["bytes of the layers"]
 
 
 @pytest.mark.runtime

@@ -94,6 +94,15 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize(("frozen", "sliced"), [(0, [True] * 5), (1, [True, False, True, True, True])])
+def test_attention_over_weights_of_the_first_layer_that_trains_is_not_called_sliceable(frozen, sliced):
+    """As a run refuses: its backward would begin below keys and values."""
+    config = {"frozen": frozen}
+    model = Model(builder="tests.user_layers:frozen_in_front", config=config, microbatch_size=2, sequence_length=16)
+    benches = Benches(model, text.default_text())
+    assert [sliced_bench(benches, index) is not None for index in range(5)] == sliced
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bytes_of_a_layer_are_enough_for_each_of_its_slices(name):
     benches = Benches(MODELS[name], text.default_text())

@@ -204,6 +204,62 @@ def test_layers_that_torch_prints_alike_are_of_one_kind_but_for_the_first_and_th
     assert models.parameter_bytes(model) == [4 * n for n in (3072, 156, 156, 156, 144, 156, 156, 12 * 256 + 256)]
 
 
+class Unlike(nn.Module):
+    """Its attributes say what it costs; torch prints none of them."""
+
+    def __init__(self, number: int, rows: int = 1, dropout: float = 0.1, **attributes: Any) -> None:
+        super().__init__()
+        self.out, self.number, self.name, self.rate = nn.Linear(12, 12), number, f"layers.{number}", 0.1 * number + 0.1
+        self.register_buffer("table", torch.zeros(rows, 12))
+        self.drop = nn.Dropout(dropout)
+        for name, value in {"window": None, "heads": 4, "again": False, "rate": self.rate, **attributes}.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Any) -> Any:
+        return self.drop(self.out(x))
+
+
+def test_layers_that_cost_otherwise_by_what_torch_does_not_print_are_not_of_one_kind(monkeypatch):
+    """`profile` measured the first of them, and took it for all."""
+    others: list[dict[str, Any]] = [
+        {},
+        {},
+        {"rows": 2},
+        {"again": True},
+        {"heads": 2},
+        {"window": 8},
+        {"rate": 0.0},
+        {},
+    ]
+
+    def layers(in_eval: int) -> list[Any]:
+        inner = [Unlike(number, **one) for number, one in enumerate(others)]
+        inner[in_eval].eval()
+        return [nn.Embedding(256, 12), *inner, Scorer(12)]
+
+    module = ModuleType("optpipe_test_attributes")
+    module.layers = layers  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "optpipe_test_attributes", module)
+    user_functions.allow("optpipe_test_attributes:layers")
+    model = msgspec.structs.replace(SMALL, builder="optpipe_test_attributes:layers", config={"in_eval": 1})
+    _, first, *inner, _ = models.layer_names(model)
+    assert first == inner[-1] == "Unlike"  # whatever their numbers, names and rates are
+    assert inner[:-1] == [f"Unlike-{number}" for number in range(2, 8)]
+    everyone = {"in_eval": len(others) - 1}
+    _, first, second, *_, last, _ = models.layer_names(msgspec.structs.replace(model, config=everyone))
+    assert first == second != last
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_numbers_of_layers_do_not_make_them_unlike(monkeypatch, count):
+    module = ModuleType("optpipe_test_numbers")
+    module.layers = lambda: [nn.Embedding(256, 12), *map(Unlike, range(count)), Scorer(12)]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "optpipe_test_numbers", module)
+    user_functions.allow("optpipe_test_numbers:layers")
+    model = msgspec.structs.replace(SMALL, builder="optpipe_test_numbers:layers", config={})
+    assert models.layer_names(model) == ["Embedding", *["Unlike"] * count, "Scorer"]
+
+
 ARCHITECTURES = {
     "llama": Architecture(
         kind="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=300, qkv_bias=True

@@ -93,6 +93,52 @@ def test_a_measured_profile_names_the_ties_of_the_users_layers(tmp_path, monkeyp
     assert all(one is not None and one[1] in (8 * 8 * 4, 9 * 8 * 4) for one in found)
 
 
+KEPT = """
+from torch import nn
+
+
+class Scores(nn.Module):
+    def __init__(self, said):
+        super().__init__()
+        self.out = nn.Linear(8, 256, bias=False)
+        self.bytes_per_parameter = said or None
+
+    def forward(self, x, target):
+        return nn.functional.cross_entropy(self.out(x).flatten(0, 1), target.flatten())
+
+
+def layers(said, trains):
+    found = [nn.Embedding(256, 8), nn.Linear(8, 8), Scores(said)]
+    found[0].bytes_per_parameter = said or None
+    found[2].out.weight = found[0].weight.requires_grad_(trains)
+    return found
+"""
+
+
+@pytest.mark.parametrize(("said", "trains", "for_each"), [(0, True, 16), (0, False, 4), (6, True, 6)])
+def test_tied_layers_share_what_is_kept_of_the_weight_and_no_more(tmp_path, monkeypatch, said, trains, for_each):
+    """A frozen one is kept without gradient and optimizer state: `profile` refused what it had measured."""
+    pytest.importorskip("torch")
+    from optpipe_compiler.documents.profile import Model
+    from optpipe_torch.models import known, text, user_functions
+    from optpipe_torch.profiler.layers import Benches, layer_bytes
+
+    module = f"kept{for_each}"
+    (tmp_path / f"{module}.py").write_text(KEPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    user_functions.allow(f"{module}:layers")
+    config = {"said": said, "trains": trains}
+    model = Model(builder=f"{module}:layers", config=config, microbatch_size=1, sequence_length=4)
+    benches = Benches(model, text.default_text())
+    ties = known.tied_layers(model)
+    assert [tie and (tie.name, tie.kept_bytes) for tie in ties] == [
+        ("0.weight", 256 * 8 * for_each),
+        None,
+        ("0.weight", 256 * 8 * for_each),
+    ]
+    assert [layer_bytes(benches, index).static for index in (0, 2)] == [256 * 8 * for_each] * 2
+
+
 TIED_CUT_AGAIN_AND_AGAIN = """
 from optpipe_compiler.solver.cuts import lightest
 

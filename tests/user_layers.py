@@ -104,6 +104,47 @@ def normed(width: int = 32) -> list[nn.Module]:
     return [nn.Embedding(256, width), Normed(width), Normed(width), Scorer(width)]
 
 
+class Apart(nn.Linear):
+    """Does not train what is before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape."""
+        return super().forward(x.detach())
+
+
+def apart(width: int = 32) -> list[nn.Module]:
+    """Return layers of which one passes no gradient back."""
+    return [nn.Embedding(256, width), Mixer(width, width), Apart(width, width), Scorer(width)]
+
+
+class Looks(nn.Module):
+    """Attention, and a layer of its own behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
+        """Keep the shape."""
+        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.act(self.out(carry.attend(query, key, value).transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+def frozen_in_front(frozen: int, width: int = 32) -> list[nn.Module]:
+    """Return layers of which so many, the first ones, do not train."""
+    layers = [nn.Embedding(256, width), *(Looks(width) for _ in range(4)), Scorer(width)]
+    for one in layers[:frozen]:
+        one.requires_grad_(False)
+    return layers
+
+
+def mostly_frozen(width: int = 32) -> list[nn.Module]:
+    """Return layers of which most save nothing: frozen matrices."""
+    inner = [nn.Linear(width, width).requires_grad_(False) for _ in range(4)]
+    return [nn.Embedding(256, width), *inner, Mixer(width, 4 * width), Scorer(width)]
+
+
 # -- steps that wait
 
 
@@ -189,6 +230,20 @@ def draw_images(generator: torch.Generator, samples: int) -> tuple[Tensor, Tenso
 def images(channels: int = 8) -> tuple[list[nn.Module], Callable[..., object]]:
     """Return the layers of a small network for images, and the images."""
     layers = [nn.Conv2d(3, channels, 3, padding=1), *(Residual(channels) for _ in range(3)), Classifier(channels, 10)]
+    return layers, draw_images
+
+
+class Running(Residual):
+    """With running statistics, which each forward changes."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.norm = nn.BatchNorm2d(channels)  # type: ignore[assignment]
+
+
+def running(channels: int = 8) -> tuple[list[nn.Module], Callable[..., object]]:
+    """Return the layers of a small network with running statistics, and the images."""
+    layers = [nn.Conv2d(3, channels, 3, padding=1), *(Running(channels) for _ in range(3)), Classifier(channels, 10)]
     return layers, draw_images
 
 

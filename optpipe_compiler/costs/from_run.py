@@ -23,7 +23,7 @@ from optpipe_compiler.documents.profile import Layer, Link, Profile, Quantity, S
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -373,21 +373,27 @@ class _Retimed:
 
 
 def _relink(link: Link, index: int, base: Profile, run: Run, changes: list[Update]) -> Link:
-    """Return the link with the bandwidths that its devices' copies had, alone and against the other direction."""
+    """Return the link with the bandwidths that its devices' copies had, alone and against the other direction.
+
+    In a plan a link serves one copy of a direction at a time. So copies that went beside others of their direction
+    count only where none went without, and each with its part of the link's time.
+    """
     device_of = {stage.stage: stage.device for stage in run.about.stages}
     links = base.machine.host_links(1 + max(device_of.values()))
     mine = {device for members, one in links if one is link for device in members}
-    copies = [op for op in run.ops if op.kind in COPIES and device_of[op.stage] in mine]
+    through: dict[tuple[int, int], list[RunOp]] = defaultdict(list)
+    for op in run.ops:
+        if op.kind in COPIES and (device := device_of[op.stage]) in mine:
+            through[-1 if link.devices is not None else device, op.step].append(op)
     latency = value_of(link.latency_ns)
-    speeds: dict[str, list[float]] = defaultdict(list)
-    for op in copies:
-        neighbours = mine if link.devices is not None else {device_of[op.stage]}
-        against = (o for o in copies if o.kind != op.kind and device_of[o.stage] in neighbours and o.step == op.step)
-        duplex = any(o.begin_ns < op.end_ns and op.begin_ns < o.end_ns for o in against)
-        net = max(1, op.end_ns - op.begin_ns - latency)
-        speeds[f"{'duplex_' if duplex else ''}{COPIES[op.kind]}_bytes_per_s"].append(op.nbytes * 1e9 / net)
+    speeds: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for op, is_duplex, took in (found for copies in through.values() for found in _copied(copies)):
+        is_beside = took < op.end_ns - op.begin_ns - 0.5
+        speed = op.nbytes * 1e9 / max(1.0, took - latency)
+        speeds[f"{'duplex_' if is_duplex else ''}{COPIES[op.kind]}_bytes_per_s"][is_beside].append(speed)
     found: dict[str, Quantity] = {}
-    for name, values in sorted(speeds.items()):
+    for name, (by_themselves, beside_others) in sorted(speeds.items()):
+        values = by_themselves or beside_others
         if max(values) < 1:
             continue
         middle, spread = quartiles(values)
@@ -396,6 +402,31 @@ def _relink(link: Link, index: int, base: Profile, run: Run, changes: list[Updat
         known = getattr(link, name.removeprefix("duplex_")) if known is None else known
         changes.append(Update(f"{name} of link {index}", value_of(known), found[name], "bytes/s"))
     return msgspec.structs.replace(link, **found)
+
+
+def _copied(copies: Sequence[RunOp]) -> Iterator[tuple[RunOp, bool, float]]:
+    """Yield each copy of a link, whether the other direction was busy meanwhile, and how much of the link's time it had
+    in ns: of n copies of a direction at once, each has the n-th part."""
+    ways = {kind: [op for op in copies if op.kind == kind] for kind in COPIES}
+    spans = {kind: np.array([(op.begin_ns, op.end_ns) for op in ops], np.float64) for kind, ops in ways.items()}
+    offloads, reloads = spans.values()
+    for ops, own, others in zip(ways.values(), (offloads, reloads), (reloads, offloads), strict=True):
+        if ops:
+            busy, had = _integrals(own, others)[0], _integrals(own, own)[1]
+            yield from zip(ops, (busy > 0).tolist(), had.tolist(), strict=True)
+
+
+def _integrals(spans: NDArray[np.float64], others: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+    """Return, over each of `spans`, for how long any of `others` runs, and the integral of 1 over how many do."""
+    if not len(others):
+        return np.zeros(len(spans)), np.zeros(len(spans))
+    times, places = np.unique(others, return_inverse=True)
+    changes = np.zeros(len(times))
+    np.add.at(changes, places.reshape(others.shape), [1, -1])
+    running, lasts = np.cumsum(changes)[:-1], np.diff(times)
+    parts = lasts * (running > 0), lasts * (running > 0) / np.maximum(running, 1)
+    reached = (np.interp(spans, times, np.concatenate([[0.0], np.cumsum(part)])) for part in parts)
+    return tuple(at[:, 1] - at[:, 0] for at in reached)
 
 
 def _measured(value: float, spread: float, samples: int) -> Quantity:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -16,6 +16,7 @@ from optpipe_compiler.errors import BadInput
 from optpipe_torch.models import layers, user_model
 from optpipe_torch.models.user_functions import OWN
 from runtime_torch.bundles import Bundle
+from runtime_torch.microbatch import inner_layer
 from runtime_torch.stages import stages_between
 from runtime_torch.ties import layer_of, named
 
@@ -74,12 +75,23 @@ def ties(model: Model) -> list[Names]:
     return [] if model.builder in OWN else _user(model).all_ties()
 
 
-def tied_layers(model: Model) -> list[tuple[str, int] | None]:
-    """Return, for each layer, the first name of its tie and the bytes of the tied parameter; None: of no tie.
+class TiedLayer(NamedTuple):
+    """The tie of a layer."""
+
+    name: str
+    """Its first name."""
+    nbytes: int
+    """Of the tied parameter."""
+    kept_bytes: int
+    """The same with what is kept of it for the whole step."""
+
+
+def tied_layers(model: Model) -> list[TiedLayer | None]:
+    """Return the tie of each layer; None: it has none.
 
     A layer with several ties has that of its largest parameter. Raises BadInput for a name of no parameter.
     """
-    found: list[tuple[str, int] | None] = [None] * layer_count(model)
+    found: list[TiedLayer | None] = [None] * layer_count(model)
     own = [] if model.builder in OWN else _user(model).layers
     dtype = _dtype(model)
     for tie in ties(model):
@@ -88,11 +100,20 @@ def tied_layers(model: Model) -> list[tuple[str, int] | None]:
             index = int(prefix)
             with torch.random.fork_rng(devices=[]):
                 layer = user_model.sketched(model, index, own[index])
-            nbytes = named(name, {prefix: layer}).numel() * dtype.itemsize
-            known = found[index]
-            if known is None or known[1] < nbytes:
-                found[index] = tie[0], nbytes
+            tied = named(name, {prefix: layer})
+            nbytes, known = tied.numel() * dtype.itemsize, found[index]
+            if known is None or known.nbytes < nbytes:
+                found[index] = TiedLayer(tie[0], nbytes, sum(kept_bytes(inner_layer(layer), tied, dtype.itemsize)))
     return found
+
+
+def kept_bytes(layer: nn.Module, tensor: Tensor, itemsize: int) -> list[int]:
+    """Return the bytes of what is kept for the whole step: of a weight also gradients and both moments of AdamW, unless
+    the layer says another number for each of its weights."""
+    said: int | None = getattr(layer, "bytes_per_parameter", None)
+    if not tensor.requires_grad or said is None:
+        return [tensor.numel() * itemsize] * (4 if tensor.requires_grad else 1)
+    return [tensor.numel() * said]
 
 
 def layer_count(model: Model) -> int:
@@ -103,12 +124,16 @@ def layer_count(model: Model) -> int:
 def layer_names(model: Model) -> list[str]:
     """Return the kind of each layer; layers of one kind cost the same.
 
-    A user's layers are of one kind if torch prints them alike, their parameters have the same shapes, and so have what
-    enters and leaves them; the first and the last layer are kinds of their own.
+    A user's layers are of one kind if they look alike (`user_model.kinds`).
     """
     if model.builder in OWN:
         return [layers.kind_of(title, _architecture(model)) for title in layer_titles(model)]
     return user_model.kinds(model, _user(model), bundles(model))
+
+
+def first_trained(model: Model) -> int:
+    """Return the first layer with a parameter that trains; 0 where there is none."""
+    return 0 if model.builder in OWN else user_model.first_trained(model, _user(model))
 
 
 def layer_titles(model: Model) -> list[str]:

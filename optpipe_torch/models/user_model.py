@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -171,25 +172,82 @@ def bundles(model: Model, user: UserModel, dtype: torch.dtype) -> list[Bundle]:
     return found
 
 
+def first_trained(model: Model, user: UserModel) -> int:
+    """Return the first layer with a parameter that trains, in which the backwards of the first stage end; 0: none."""
+    layers = (sketched(model, index, one) for index, one in enumerate(user.layers))
+    return next((n for n, one in enumerate(layers) if any(p.requires_grad for p in one.parameters())), 0)
+
+
 def kinds(model: Model, user: UserModel, borders: Sequence[Bundle]) -> list[str]:
     """Return the kind of each layer.
 
-    Layers are of one kind if torch prints them alike, the same modules are compiled, their parameters have the same
-    shapes, and so have what enters and leaves them; the first and the last layer are kinds of their own.
+    Layers are of one kind if torch prints them alike, the same modules are compiled, their parameters and buffers have
+    the same shapes, and so have what enters and leaves them, and their modules have the same flags, texts and numbers
+    in attributes, but for numbers of the layers; the first layer, the first that trains and the last are kinds of their
+    own.
     """
-    names: dict[object, str] = {}
-    found = []
-    last = len(user.layers) - 1
+    alone = (0, first_trained(model, user), len(user.layers) - 1)
+    types, kinds, numbers = list[str](), list[object](), list[_Numbers]()
     for index, one in enumerate(user.layers):
         layer = sketched(model, index, one)
         sizes = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
         compiled = tuple(is_compiled(one) for one in layer.modules())
-        kind = (index if index in (0, last) else None, repr(layer), sizes, compiled, *borders[index : index + 2])
+        said, own = _attributes(layer)
+        types.append(type(inner_layer(layer)).__name__)
+        number = index if index in alone else None
+        kinds.append((number, repr(layer), sizes, compiled, said, *borders[index : index + 2]))
+        numbers.append(own)
+    kinds = _told_by_numbers(kinds, numbers)
+    names: dict[object, str] = {}
+    for kind, name in zip(kinds, types, strict=True):
         if kind not in names:
-            name = type(inner_layer(layer)).__name__
             same = sum(known.partition("-")[0] == name for known in names.values())
             names[kind] = name + (f"-{same + 1}" if same else "")
-        found.append(names[kind])
+    return [names[kind] for kind in kinds]
+
+
+_Numbers = dict[tuple[str, str], tuple[int, ...]]
+"""Whole numbers in attributes, by the class and the name: of each such module of a layer."""
+
+
+def _attributes(layer: nn.Module) -> tuple[object, _Numbers]:
+    """Return what torch need not print of a layer and its costs may depend on: its buffers, and flags, texts without
+    figures, and whether numbers are 0, in attributes of its modules; and their whole numbers."""
+    said: Counter[object] = Counter()
+    numbers: _Numbers = {}
+    for module in layer.modules():
+        kind = type(module).__name__
+        said.update((kind, name, tuple(one.shape)) for name, one in module.named_buffers(recurse=False))
+        for name, value in vars(module).items():
+            if name.startswith("_"):
+                continue
+            if type(value) is int:
+                numbers[kind, name] = (*numbers.get((kind, name), ()), value)
+                said[kind, name, int] += 1
+            elif type(value) is float:
+                said[kind, name, value != 0] += 1
+            elif value is None or type(value) is bool or (type(value) is str and not any(map(str.isdigit, value))):
+                said[kind, name, str(value)] += 1
+    return frozenset(said.items()), numbers
+
+
+def _told_by_numbers(kinds: Sequence[object], numbers: Sequence[_Numbers]) -> list[object]:
+    """Return the kinds with the numbers of each layer, but for those that are others in each layer of a kind, or count
+    two of them: such are the layers' own."""
+    groups: dict[object, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(index)
+    found = list(kinds)
+    for indices in groups.values():
+        for place in numbers[indices[0]]:
+            values = [numbers[index][place] for index in indices]
+            if len(values) == 2:
+                steps = {after - before for before, after in zip(*values, strict=True)}
+                is_own = steps in ({1}, {indices[1] - indices[0]})
+            else:
+                is_own = len(set(values)) == len(values)
+            for index, value in zip(indices, values, strict=True):
+                found[index] = found[index] if is_own else (found[index], value)
     return found
 
 

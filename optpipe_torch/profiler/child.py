@@ -145,12 +145,14 @@ def _find(timer: Timer, place: Place, asked: Asked, how: Measuring, say: Callabl
         model = models.as_long_as_its_data(model)
     names = models.layer_names(model)
     asked.check(len(names))
-    ties = models.tied_layers(model)
+    ties = [tie and (tie.name, tie.kept_bytes) for tie in models.tied_layers(model)]
     room = timer.room_bytes(place.world)
     _refuse_too_large(model, room)
     benches = Benches(model, text.default_text(), timer.device)
     say("bytes of the layers", 0.05)
     sizes = measure_sizes(timer, benches, names, room)
+    if asked.devices > 1:
+        _refuse_without_gradient(names, sizes)
     for name in sizes:
         slice_bytes(timer, benches, names.index(name), sizes[name])
     say("messages", 0.15)
@@ -176,11 +178,11 @@ def _find(timer: Timer, place: Place, asked: Asked, how: Measuring, say: Callabl
     }
     dist.barrier()
     say("host copies of all processes at once", 0.85)
-    block = names.index(common(names))
-    copies = time_copies(timer, benches, block, 2 * samples, _any_process)
+    copied = names.index(most_copied(names, sizes))
+    copies = time_copies(timer, benches, copied, 2 * samples, _any_process)
     is_first = _is_first_on_its_link(timer, place)
     say("host copies alone", 0.93)
-    copies_alone = time_copies(timer, benches, block, 2 * samples, bool) if is_first else None
+    copies_alone = time_copies(timer, benches, copied, 2 * samples, bool) if is_first else None
     dist.barrier()
     say("done", 1.0)
     del benches
@@ -219,6 +221,25 @@ def common(names: list[str]) -> str:
     return max(dict.fromkeys(inner), key=inner.count)
 
 
+def most_copied(names: list[str], sizes: dict[str, LayerBytes]) -> str:
+    """Return the kind of layer that saves most in all, of those that are neither first nor last where one of them saves
+    anything: its copies show how fast copies are."""
+    inner = names[1:-1]
+    some = inner if any(sizes[name].own_saved for name in inner) else names
+    return max(dict.fromkeys(some), key=lambda name: some.count(name) * sizes[name].own_saved)
+
+
+def _refuse_without_gradient(names: list[str], sizes: dict[str, LayerBytes]) -> None:
+    """Refuse a layer that passes no gradient back: a stage behind the first may not have it."""
+    for index, name in enumerate(names):
+        if not sizes[name].passes_back:
+            raise BadInput(
+                f"layer {index} passes no gradient back to layer {index - 1}, as where it calls detach() or computes "
+                "under no_grad(), and stages behind the first must: expected frozen parameters "
+                "(requires_grad_(False)) instead, or the layers up to there as one, the model's first"
+            )
+
+
 def _refuse_too_large(model: Model, room: int) -> None:
     """Refuse a model of which one layer with its gradients does not fit the memory of a measuring process."""
     largest = 2 * max(models.parameter_bytes(model))
@@ -237,6 +258,7 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
     not for its neighbours, which stand in other stages without it (a block without the head and its logits).
     """
     sizes = {name: layer_bytes(benches, names.index(name)) for name in dict.fromkeys(names)}
+    _put_changing(names, sizes)
     for name, chain in zip(names, models.layer_chains(benches.model), strict=True):
         sizes[name].chain = chain
     for name in sizes:
@@ -245,7 +267,8 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
         sizes[name].transient = dict(sizes[name].own_transient)
         sizes[name].selective = selective_bytes(timer, benches, index, sizes[name])
     _put_together(benches, names, sizes, room)
-    for first, end in _telling_stages(names):
+    _put_first(benches, names, sizes, room)
+    for first, end in _telling_stages(names, benches.first_trained):
         if sum(sizes[name].static for name in names[first:end]) > room:
             continue
         of_stage = [sizes[name] for name in names[first:end]]
@@ -253,6 +276,14 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
             most = max(of_stage, key=lambda layer: layer.transient[op])
             most.transient[op] = max(most.transient[op], excess)
     return sizes
+
+
+def _put_changing(names: list[str], sizes: dict[str, LayerBytes]) -> None:
+    """Add to the checkpoint of each layer the buffers that forwards of the layers behind it change: where these are
+    recomputed with it, theirs are kept, too."""
+    for name, layer in sizes.items():
+        layer.checkpoint += sum(sizes[behind].changing for behind in names[names.index(name) + 1 :])
+        layer.saved = max(layer.saved, layer.checkpoint)
 
 
 def _put_together(benches: Benches, names: list[str], sizes: dict[str, LayerBytes], room: int) -> None:
@@ -273,13 +304,37 @@ def _put_together(benches: Benches, names: list[str], sizes: dict[str, LayerByte
         )
 
 
-def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
+def _put_first(benches: Benches, names: list[str], sizes: dict[str, LayerBytes], room: int) -> None:
+    """Add to the bytes of the first layer that trains what it keeps from I to W in one stage with those before it.
+
+    Nobody asks for the gradient of what enters it there. So all of its backward is in W, and waits for the gradient of
+    what it returned.
+    """
+    first = benches.first_trained
+    *before, layer = (sizes[name] for name in names[: first + 1])
+    if not before or sum(sizes[name].static for name in names[: first + 1]) > room:
+        return
+    bench = benches.stage(0, first + 1)
+    bench.forward(0)
+    bench.stage.backward_input(0, bench.gradient)
+    captured = bench.stage.captured_bytes(0)
+    residue = bench.stage.saved_bytes(0) + captured
+    bench.stage.backward_weight(0)
+    layer.captured = max(layer.captured, captured - sum(one.captured for one in before))
+    residue = max(layer.residue, layer.captured, residue - sum(one.residue for one in before))
+    layer.residue = min(residue, layer.saved + layer.captured)
+
+
+def _telling_stages(names: list[str], first_trained: int) -> list[tuple[int, int]]:
     """Stages of two and of three layers, each row of kinds that there is; from the first layer on to each other kind,
-    as nothing is before them that their gradient is for; and all of a small model. Those of few kinds come first."""
+    as nothing is before them that their gradient is for, and to the first that trains; and all of a small model. Those
+    of few kinds come first."""
     stages: dict[tuple[str, ...], tuple[int, int]] = {}
     for first in range(len(names) - 1):
         for end in range(first + 2, min(first + 3, len(names)) + 1):
             stages.setdefault(tuple(names[first:end]), (first, end))
+    if first_trained:
+        stages[tuple(names[: first_trained + 1])] = 0, first_trained + 1
     most = min(LAYERS_OF_A_STAGE, len(names))
     for end in range(2, most + 1):
         if end == most or names[end - 1] not in names[: end - 1]:

@@ -63,6 +63,8 @@ class Benches:
         self.device = torch.device(device)
         self._bundles = [replace(bundle, tokens=model.sequence_length) for bundle in models.bundles(model)]
         self.head = len(self._bundles) - 2
+        self.first_trained = models.first_trained(model)
+        """The first layer that trains: in one stage with those before it, all of its backward is in W."""
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(model.seed), 1)
         self.inputs = _cut_from_a_batch(self._bundles[0].carry(inputs).to(device))
         self.target = _cut_from_a_batch(target.to(device))
@@ -251,7 +253,7 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
     """
     bench = benches.stage(index, index + 1)
     output = bench.forward(0)
-    saved = bench.stage.saved_bytes(0)
+    saved, passes_back = bench.stage.saved_bytes(0), bench.stage.passes_back(0)
     bench.stage.backward_input(0, bench.gradient)
     captured = bench.stage.captured_bytes(0)
     residue = bench.stage.saved_bytes(0) + captured
@@ -266,17 +268,13 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
         captured=captured,
         checkpoint=checkpoint,
         output=0 if bench.stage.is_last else bench.stage.occupied([output.nbytes]),
-        static=bench.stage.occupied(size for tensor in tensors for size in _kept(inner_layer(layer), tensor)),
+        static=bench.stage.occupied(
+            size for one in tensors for size in models.kept_bytes(inner_layer(layer), one, one.itemsize)
+        ),
+        own_saved=saved,
+        changing=max(0, checkpoint - bench.stage.occupied([bench.x.nbytes])),
+        passes_back=passes_back,
     )
-
-
-def _kept(layer: nn.Module, tensor: Tensor) -> list[int]:
-    """Bytes for the whole step: of a weight also gradients and both moments of AdamW, unless the layer says another
-    number for each of its weights."""
-    said: int | None = getattr(layer, "bytes_per_parameter", None)
-    if not tensor.requires_grad or said is None:
-        return [tensor.nbytes] * (4 if tensor.requires_grad else 1)
-    return [tensor.numel() * said]
 
 
 def selective_bytes(timer: Timer, benches: Benches, index: int, plain: LayerBytes) -> SelectiveBytes | None:

@@ -95,6 +95,12 @@ class LayerBytes:
     """The same of a stage of this layer alone."""
     more_saved: int = 0
     """Of what is saved, that which a stage of this layer alone does not have: of tensors that it gets a part of."""
+    own_saved: int = 0
+    """What a stage of this layer alone saves, where `saved` is at least the input."""
+    changing: int = 0
+    """Of the checkpoint, buffers that a forward changes."""
+    passes_back: bool = True
+    """Whether what enters it gets a gradient, or needs none: it is the model's first layer."""
     selective: SelectiveBytes | None = None
     """With selective recompute; None: the layer has nothing to recompute so."""
     sliced: SlicedBytes | None = None
@@ -193,7 +199,7 @@ class Findings:
     titles: list[str] = field(default_factory=list)
     """The name of each layer, where it has one of its own; empty: all have that of their kind."""
     ties: list[tuple[str, int] | None] = field(default_factory=list)
-    """Of each layer: the name of its tie and the bytes of the tied parameter; empty: there are no ties."""
+    """Of each layer: the name of its tie and the static bytes that layers of it share; empty: there are no ties."""
     sliced: dict[str, Samples] = field(default_factory=dict)
     """By kind of layer that can be sliced: samples of each op of each slice (`sample_name`)."""
     sequence_length: int | None = None
@@ -222,8 +228,8 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
             parts = {name: [t for found in findings for t in found.sliced[kind][name]] for name in first.sliced[kind]}
             spans = slice_spans(model.sequence_length)
             layer = structs.replace(layer, slices=_sliceable(layer, parts, spans, first.sizes[kind], overhead.value))
-        if tie is not None:  # weights, gradients and both moments of AdamW
-            layer = structs.replace(layer, tie=tie[0], tied_bytes=_once(4 * tie[1]))
+        if tie is not None:
+            layer = structs.replace(layer, tie=tie[0], tied_bytes=_once(tie[1]))
         layers.append(layer)
     links = _links(findings, devices, here)
     memory_bytes, reserve_bytes = _memory(findings, here)

@@ -100,6 +100,8 @@ def sliced_bench(
         found.forward(0)
     except BadInput:  # the first layer of a model, with weights below its attention
         return None
+    if 0 < index == benches.first_trained and bench.stage.carry_bytes(0):  # the same behind layers that do not train
+        return None
     bench.stage.discard(0)
     return found
 

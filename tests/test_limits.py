@@ -129,6 +129,19 @@ def test_an_op_of_a_unit_that_the_file_does_not_know_is_refused(cuts, microbatch
     assert isinstance(run("verify").exception, Rejected)
 
 
+def test_an_op_that_lacks_its_slice_is_shown_as_rejected():
+    schedule = serial([0], 2)
+    units = ir.Units(tokens=4, cuts=[[0, 2, 4]], shape_of=[0, 0])
+    device = schedule.devices[0]
+    op = msgspec.structs.replace(device.compute[0], slice=1)
+    device = msgspec.structs.replace(device, compute=[op, *device.compute[1:]])
+    setup = msgspec.structs.replace(schedule.setup, units=units)
+    wrong = ir.seal(msgspec.structs.replace(schedule, setup=setup, devices=[device]))
+    Path("schedule.json").write_text(ir.to_text(wrong))
+    assert run("show").exit_code == run("report").exit_code == 0
+    assert isinstance(run("verify").exception, Rejected)
+
+
 @pytest.mark.parametrize("device", [2, 2**64])
 def test_a_stage_on_a_device_that_the_file_does_not_list_is_shown_as_rejected(device):
     schedule = serial([0, 1], 2)

@@ -12,7 +12,7 @@ from msgspec import UNSET, structs
 
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
-from optpipe_compiler.documents.profile import P2P
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.forecast.executions import durations, executed, makespans, quantiles
 from optpipe_compiler.study.beside import executed_ns
@@ -87,6 +87,18 @@ def test_copies_take_compute_in_executions_as_in_the_forecast():
     links = [structs.replace(one, compute_permille=UNSET) for one in plan.forecast.links]
     free = structs.replace(plan, forecast=structs.replace(plan.forecast, links=links))
     assert makespans(free, durations(plan))[0] < plan.forecast.makespan_ns
+
+
+def test_copies_of_no_length_at_one_moment_are_executed_in_the_order_of_their_lanes():
+    times = {"backward_input_ns": 5, "backward_weight_ns": 5, "saved_bytes": 10}  # 10 bytes are away in 0 ns
+    layers = [Layer(name=f"layer{n}", forward_ns=0 if n % 2 else 5, **times) for n in range(6)]
+    link = Link(devices=[0, 1, 2], d2h_bytes_per_s=10**12, h2d_bytes_per_s=10**12)
+    profile = Profile(name="instants", machine=Machine(devices=3, links=[link]), layers=layers)
+    options = Options(mem_bytes=10**4, microbatches=12, method="interleaved-1f1b-offload", noise=0.1)
+    result = compile_schedule(profile, options)
+    assert result.quantiles is not None
+    plan = result.schedule
+    assert makespans(plan, durations(plan)).tolist() == [plan.forecast.makespan_ns]
 
 
 def test_measured_ops_take_what_their_messages_take_besides():

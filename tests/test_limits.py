@@ -94,6 +94,50 @@ def test_numbers_of_devices_and_microbatches_that_the_file_does_not_list_take_no
     schedule = serial([0, 1], 2)
     setup = msgspec.structs.replace(schedule.setup, devices=1000, microbatches=10**15, layers=10**15)
     Path("schedule.json").write_text(ir.to_text(ir.seal(msgspec.structs.replace(schedule, setup=setup))))
+    assert run("show").exit_code == run("report").exit_code == run("diff /dev/null").exit_code == 0
+    assert isinstance(run("verify").exception, Rejected)
+    assert run("diff schedule.json").output == "schedule.json -> schedule.json: no difference\n"
+
+
+def test_a_file_without_devices_is_shown_and_compared():
+    schedule = serial([0, 1], 2)
+    forecast = msgspec.structs.replace(schedule.forecast, times=[])
+    empty = ir.seal(msgspec.structs.replace(schedule, devices=[], forecast=forecast))
+    Path("schedule.json").write_text(ir.to_text(empty))
+    for command in ("show", "show --svg a.svg", "report", "diff /dev/null", "diff schedule.json"):
+        assert run(command).exit_code == 0, command
+    assert isinstance(run("verify").exception, Rejected)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "microbatch", "slice"),
+    [([[0, 4], [0, 5]], 2, msgspec.UNSET), ([[0, 2, 4]], 2, 0), ([[0, 2, 4]], 1, 2)],
+)
+def test_an_op_of_a_unit_that_the_file_does_not_know_is_refused(cuts, microbatch, slice):
+    schedule = serial([0], 2)
+    units = ir.Units(tokens=4, cuts=cuts, shape_of=[0, 0])
+    device = schedule.devices[0]
+    op = msgspec.structs.replace(device.compute[0], microbatch=microbatch, slice=slice)
+    device = msgspec.structs.replace(device, compute=[op, *device.compute[1:]])
+    setup = msgspec.structs.replace(schedule.setup, units=units)
+    wrong = ir.seal(msgspec.structs.replace(schedule, setup=setup, devices=[device]))
+    Path("schedule.json").write_text(ir.to_text(wrong))
+    for command in ("show", "show --svg a.svg", "report"):
+        error = run(command).exception
+        assert isinstance(error, BadInput), command
+        assert "of which setup.units does not say the tokens" in str(error)
+    assert isinstance(run("verify").exception, Rejected)
+
+
+def test_an_op_that_lacks_its_slice_is_shown_as_rejected():
+    schedule = serial([0], 2)
+    units = ir.Units(tokens=4, cuts=[[0, 2, 4]], shape_of=[0, 0])
+    device = schedule.devices[0]
+    op = msgspec.structs.replace(device.compute[0], slice=1)
+    device = msgspec.structs.replace(device, compute=[op, *device.compute[1:]])
+    setup = msgspec.structs.replace(schedule.setup, units=units)
+    wrong = ir.seal(msgspec.structs.replace(schedule, setup=setup, devices=[device]))
+    Path("schedule.json").write_text(ir.to_text(wrong))
     assert run("show").exit_code == run("report").exit_code == 0
     assert isinstance(run("verify").exception, Rejected)
 

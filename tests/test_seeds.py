@@ -74,6 +74,14 @@ def test_a_plan_of_free_copies_is_timed_anew_where_they_take_compute(best):
     assert again.forecast.makespan_ns > best.forecast.makespan_ns
 
 
+def test_a_plan_of_links_for_each_device_is_timed_anew_where_they_share_one():
+    costs, shared = (uniform(2, 2, d2h_ms=0.8, h2d_ms=0.8, shared_links=links) for links in ("none", "pairs"))
+    seed = quick(costs, 13 * GB // 10, recompute=False, method="gis-offload-1").schedule
+    result = quick(shared, 13 * GB // 10, time_limit_s=0.0, recompute=False, seeds=(check(seed),))
+    assert result.notes == ()
+    assert verify(result.schedule, shared) == []
+
+
 def test_a_placement_that_is_not_searched_comes_with_its_seed():
     uneven = uniform(2, 4, head_ms=(2, 2, 2))
     seed = quick(uneven, 4 * GB, placement="loop", stages_per_device=2).schedule

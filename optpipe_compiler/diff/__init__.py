@@ -242,7 +242,8 @@ def _costs(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
 def _mean(schedule: ir.Schedule, name: str) -> int:
     """Return a cost of all stages together, in the mean over the microbatches of a step."""
     setup = schedule.setup
-    count = Counter([0] * setup.microbatches if isinstance(setup.units, msgspec.UnsetType) else setup.units.shape_of)
+    units = setup.units
+    count = Counter({0: setup.microbatches} if isinstance(units, msgspec.UnsetType) else units.shape_of)
     costs = [(cost.shape, sum(_listed(getattr(cost, name)))) for cost in schedule.forecast.stages]
     total = sum(count[0 if isinstance(shape, msgspec.UnsetType) else shape] * ns for shape, ns in costs)
     return round(total / count.total())

@@ -251,6 +251,12 @@ class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
         """Kinds of units with costs of their own: shapes times slices."""
         return 1 if isinstance(self.units, msgspec.UnsetType) else len(self.units.cuts) * self.slices
 
+    def has_unit(self, microbatch: int, slice: int | None) -> bool:
+        """Whether it is known of which kind a unit is: always where all are alike."""
+        if isinstance(self.units, msgspec.UnsetType) or self.classes == 1:
+            return True
+        return microbatch < len(self.units.shape_of) and (slice or 0) < self.slices
+
     def class_of(self, microbatch: int, slice: int | None) -> int:
         """Return the kind of a unit: (shape of its microbatch) x slices + slice."""
         if isinstance(self.units, msgspec.UnsetType):

@@ -171,12 +171,15 @@ class Contract:
     # -- the order of the events
 
     def _shared_links(self) -> dict[str, str]:
-        """Return the transfer that each one follows on a link of several devices, by the forecast's order."""
+        """Return the transfer that each one follows on a link of several devices, by the forecast's order.
+
+        What takes no time does not hold the link: at one moment ops that wait for each other may have any order.
+        """
         found: dict[str, str] = {}
         for link in self.schedule.forecast.links:
             for name in ("d2h", "h2d") if len(link.devices) > 1 else ():
                 on_link = [one for one in self.schedule.timed() if one.lane == name and one.device in link.devices]
-                order = sorted((one.start_ns, one.end_ns, one.op.id) for one in on_link)
+                order = sorted((one.start_ns, one.end_ns, one.op.id) for one in on_link if one.start_ns < one.end_ns)
                 found |= {after[2]: before[2] for before, after in pairwise(order)}
         return found
 

@@ -329,6 +329,8 @@ def _timed(
     for one in timed:
         if one.op.stage >= len(schedule.stages):
             raise _broken(f"{one.op.id} on {at} is of a stage that the file does not list")
+        if not schedule.setup.has_unit(*one.op.unit):
+            raise _broken(f"{one.op.id} on {at} is of a unit of which setup.units does not say the tokens")
     return timed
 
 

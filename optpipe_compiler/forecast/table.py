@@ -70,7 +70,10 @@ class Table:
         return max(0, before[end] - before[first])
 
     def _of(self, op: ir.Op) -> _UnitStage:
-        return self.unit(op.stage, 0 if self._is_uniform else self.setup.class_of(op.microbatch, op.slice_or_none))
+        return self.unit(op.stage, self._class_of(op))
+
+    def _class_of(self, op: ir.Op) -> int:
+        return 0 if self._is_uniform else self.setup.class_of(op.microbatch, op.slice_or_none)
 
     def unit(self, stage: int, number: int) -> _UnitStage:
         """Return the bytes of a stage for a class of units."""
@@ -86,7 +89,7 @@ class Table:
         return self.copied(op) - sum(inside)
 
     def _forward_of(self, op: ir.Recompute) -> int:
-        key = op.stage, self.setup.class_of(op.microbatch, op.slice_or_none), op.layers
+        key = op.stage, self._class_of(op), op.layers
         if key not in self.forward_of:
             stage = self._of(op)
             first, end = (max(0, layer - stage.first) for layer in op.layers)

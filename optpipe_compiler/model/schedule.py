@@ -150,6 +150,17 @@ class Schedule:
         return all(bool((behind[lane][:-1] <= before[lane][1:]).all()) for lane in lanes)
 
     @cached_property
+    def has_links_in_turn(self) -> bool:
+        """Whether the transfers of one direction of a host link follow each other, over all devices behind it."""
+        columns = self.columns
+        rows = np.flatnonzero(columns.kind >= Kind.D)
+        kind, start, end = columns.kind[rows], columns.start[rows], columns.end[rows]
+        link = stage_links(self.problem)[columns.stage[rows]]
+        by_link = np.lexsort((end, start, kind, link))
+        is_next = (np.diff(link[by_link]) == 0) & (np.diff(kind[by_link]) == 0)
+        return bool((end[by_link][:-1] <= start[by_link][1:])[is_next].all())
+
+    @cached_property
     def bubble_fraction(self) -> float:
         """Compute-idle time / (devices x makespan)."""
         return 1.0 - sum(self.computed) / (self.problem.devices * self.makespan) if self.makespan else 0.0

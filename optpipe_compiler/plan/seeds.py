@@ -161,7 +161,8 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
         stage.send_activation <= cost.send_activation_ns and stage.send_gradient <= cost.send_gradient_ns
         for stage, cost in zip(by_stage, seed.forecast.stages, strict=True)
     )
-    if is_sent and timed.has_copied and (columns.end <= ends[columns.kind, columns.stage, columns.microbatch]).all():
+    is_possible = is_sent and timed.has_copied and timed.has_links_in_turn
+    if is_possible and (columns.end <= ends[columns.kind, columns.stage, columns.microbatch]).all():
         yield timed
     with suppress(Stuck):
         yield machine.orders.retime(timed, problem)

@@ -75,7 +75,7 @@ def render_alone(schedule: Schedule, old: str, new: str, verdict: str) -> Text:
     text = Text(printable(f"{old} -> {new}: "))
     text.append(f"{verdict}\n", style="bold")
     size = f"{counted(setup.devices, 'device')}, {counted(setup.microbatches, 'microbatch')}"
-    peak = max(device.peak_bytes for device in schedule.devices)
+    peak = max((device.peak_bytes for device in schedule.devices), default=0)
     memory = f"at most {short_bytes(peak)} of {short_bytes(setup.cap_bytes)} on a device"
     line = f"  {size}: {show_ns(forecast.makespan_ns)} per step by {forecast.method}, {memory}"
     return text.append(printable(line)).append("\n")

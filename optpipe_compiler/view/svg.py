@@ -34,7 +34,7 @@ def render(schedule: Schedule) -> str:
 def caption(schedule: Schedule) -> str:
     """Return the line below the chart: time, idle share, bound, peak."""
     forecast = schedule.forecast
-    peak = max(device.peak_bytes for device in schedule.devices)
+    peak = max((device.peak_bytes for device in schedule.devices), default=0)
     return (
         f"{show_ns(forecast.makespan_ns)} per step, idle {forecast.bubble_fraction:.1%}, "
         f"bound {show_ns(forecast.lower_bound_ns)}; never above {short_bytes(peak)} of "

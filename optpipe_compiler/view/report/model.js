@@ -73,7 +73,10 @@ const endOf = (op) => op.lane.end[op.index];
 const kindOf = (op) => KINDS[op.lane.kind[op.index]];
 
 // A microbatch, or a slice of one: 0, 0.1.
-const unitAt = (lane, index) => (lane.slice ? `${lane.microbatch[index]}.${lane.slice[index]}` : lane.microbatch[index]);
+const unitAt = (lane, index) => {
+  const slice = lane.slice?.[index] ?? null;
+  return slice === null ? lane.microbatch[index] : `${lane.microbatch[index]}.${slice}`;
+};
 
 function nameOf(op) {
   return `${kindOf(op).name}, stage ${op.lane.stage[op.index]}, microbatch ${unitAt(op.lane, op.index)}`;

@@ -90,7 +90,7 @@ def _lane(device: int, lane: str, items: Sequence[Item], begin: int, measured: d
         "stage": [item.op.stage for item in items],
         "microbatch": [item.op.microbatch for item in items],
         **(
-            {"slice": [item.op.slice for item in items]}
+            {"slice": [item.op.slice_or_none for item in items]}
             if any(item.op.slice_or_none is not None for item in items)
             else {}
         ),

@@ -191,9 +191,18 @@ class Mover:
                 f"layer {number} cannot move: it, or a module in it, is compiled by its compile(), which would stay "
                 "behind, expected torch.compile(module)"
             )
-        kept, others, aside = [], self._others(), list(self._aside())
+        own = {id(parameter) for parameter in self._stages.module.parameters()}
+        kept, others, found = [], self._others(), list(self._aside())
+        aside = [(keeper, other) for keeper, other in found if id(other) not in own]
+        keepers = {id(other): keeper for keeper, other in found}
         for name, parameter in inner.named_parameters():
             groups = [_kept(optimizer, parameter) for optimizer in self.optimizers]
+            if id(parameter) in keepers:
+                raise BadInput(
+                    f"layer {number} cannot move: {keepers[id(parameter)]} has its parameter {name} in an attribute of "
+                    "its own, too, such as a list, or an optimizer that it wraps, where it would stay: expected it in "
+                    "param_groups alone"
+                )
             if parameter.requires_grad and others and not any(groups):
                 raise BadInput(
                     f"layer {number} cannot move: its parameter {name} is in no optimizer, and {others[0][0]} has "
@@ -232,13 +241,16 @@ class Mover:
         return [(kind, p) for kind, p in held if id(p) not in own]
 
     def _aside(self) -> Iterator[tuple[str, Tensor]]:
-        """What optimizers have in attributes of their own, with the kind of the optimizer."""
-        own = {id(parameter) for parameter in self._stages.module.parameters()}
+        """What optimizers have in attributes of their own, with the kind of the optimizer: copies, and parameters that
+        they have a second time, outside of their groups."""
         for one in self.optimizers:
-            public = one.param_groups, one.state, one.defaults
-            known = own.union(map(id, _tensors_in(public, set())))
-            found = _tensors_in(vars(one), set(map(id, public)))
-            yield from ((type(one).__name__, tensor) for tensor in found if id(tensor) not in known)
+            seen = set[int]()
+            public = {id(tensor) for tensor in _tensors_in((one.param_groups, one.state, one.defaults), seen)}
+            groups = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+            found = _tensors_in(vars(one), seen)
+            yield from (
+                (type(one).__name__, other) for other in found if id(other) in groups or id(other) not in public
+            )
 
     @torch.no_grad()
     def move(self, wanted: Sequence[Move], packages: Mapping[int, _Package], group: dist.ProcessGroup | None) -> int:

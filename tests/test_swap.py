@@ -170,6 +170,13 @@ class Keeper(torch.optim.SGD):
         super().__init__(params)
         self.copies = {p: [p.detach().clone()] for p in self.param_groups[0]["params"]}
 
+class Wrapper(torch.optim.Optimizer):
+    '''Steps by another one, as ZeroRedundancyOptimizer does.'''
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"])
+
 class Special(torch.nn.Parameter):
     pass
 
@@ -211,6 +218,7 @@ for broken, schedule, optimizer, word in (
     (None, plans[1] if rank == 0 else "there", (), "schedule is 'there', expected a schedule"),
     (None, plans[1], () if rank == 0 else [3], "optimizer[0] is 3, expected one of torch"),
     (None, plans[1], Keeper(stages.module.parameters()) if rank else (), "cannot move: Keeper has a tensor with the"),
+    (None, plans[1], Wrapper(stages.module.parameters()), "cannot move: Wrapper has its parameter"),
     ("compiled", plans[1], (), "layer 3 cannot move: it, or a module in it, is compiled by its compile()"),
     (parametrized, plans[1], (), "layer 3 cannot move: broken is parametrized (torch.nn.utils.parametrize), and so"),
     ("hook", plans[1], (), "layer 3 cannot move: its parameter logits.weight has a hook"),

@@ -26,7 +26,7 @@ from runtime_torch.replicas import replicated
 from runtime_torch.shared import Channels, channels_of
 from runtime_torch.stages import Stages, refuse_parts
 from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged, several
-from runtime_torch.together import go_on, told
+from runtime_torch.together import go_on, raised_on_all, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -222,7 +222,8 @@ class Runner:
         moves. Otherwise layers move with their gradients and with what `optimizer` (one, several, or () for none) keeps
         for them; `stages.module` and the optimizer's groups then have this rank's. Layers in DDP are wrapped again.
         Raises BadInput on all ranks, with nothing changed, where a layer cannot move (FSDP2, ties, whole stage modules)
-        and RunFailed where ranks name different schedules. `group`: all ranks of all replicas of the pipeline, where
+        and RunFailed where ranks name different schedules. What fails on a rank while layers move is raised on all, and
+        leaves the Runner in the middle. `group`: all ranks of all replicas of the pipeline, where
         there are several: what one of these cannot move all of them keep then. The new stages are held against the
         profile in the next step. After a move other ranks may have the first and the last stage, and need `inputs` and
         `target`.
@@ -261,14 +262,16 @@ class Runner:
         moved = 0
         with self._in_one_piece():
             if not same:
-                moved = mover.move(wanted, packages, self._group)
-                found = restaged(schedule, stages, rank)
-                stages.clear()
-                stages.update(found)
-                batches = Batches(schedule, stages, self._boundary, self._group)
-                batches.go_on_from(self._batches)
-                self._batches, self._ready = batches, None
-                self._replicated = _replicated(stages)
+                everyone = self._group if group is None else group
+                moved = mover.move(wanted, packages, self._group, everyone)
+                with raised_on_all(everyone, self._device):
+                    found = restaged(schedule, stages, rank)
+                    stages.clear()
+                    stages.update(found)
+                    batches = Batches(schedule, stages, self._boundary, self._group)
+                    batches.go_on_from(self._batches)
+                    self._batches, self._ready = batches, None
+                    self._replicated = _replicated(stages)
             self.schedule = schedule
             self._replay.close()
             self._replay = self._replayed(schedule, stages)

@@ -25,6 +25,7 @@ from optpipe_compiler.errors import BadInput, RunFailed, first_line, of_kind
 from runtime_torch import engine
 from runtime_torch.replicas import replicated
 from runtime_torch.stages import executions, trains
+from runtime_torch.together import raised_on_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -253,23 +254,38 @@ class Mover:
             )
 
     @torch.no_grad()
-    def move(self, wanted: Sequence[Move], packages: Mapping[int, _Package], group: dist.ProcessGroup | None) -> int:
-        """Move the layers one after the other; return the bytes that this rank sent and received."""
+    def move(
+        self,
+        wanted: Sequence[Move],
+        packages: Mapping[int, _Package],
+        group: dist.ProcessGroup | None,
+        everyone: dist.ProcessGroup | None,
+    ) -> int:
+        """Move the layers one after the other; return the bytes that this rank sent and received.
+
+        What fails on a rank is raised on all ranks of `everyone` (replicas of the pipeline included) before the next
+        message, or the next layer in DDP: nobody waits for it.
+        """
         layers = dict(self._stages.module.items())
         passed = 0
         for layer, source, target in wanted:
+            tensors: list[Tensor] = []
+            with raised_on_all(everyone, self._device):
+                if target == self._rank:
+                    tensors = [self._empty(kind) for kind in packages[layer].kinds]
             if source == self._rank:
-                tensors = self._packages.pop(layer)[1]
-                passed += _pass_on(tensors, dist.isend, target, group)
+                passed += _pass_on(self._packages.pop(layer)[1], dist.isend, target, group)
                 self._forget(layers.pop(str(layer)))
                 self._stages.left.discard(str(layer))
             elif target == self._rank:
-                package = packages[layer]
-                tensors = [self._empty(kind) for kind in package.kinds]
                 passed += _pass_on(tensors, dist.irecv, source, group)
-                layers[str(layer)], was_left = self._unpacked(package, tensors)
-                if was_left:
-                    self._stages.left.add(str(layer))
+            found: list[tuple[nn.Module, bool]] = []
+            with raised_on_all(everyone, self._device):
+                if target == self._rank:
+                    found.append(self._unpacked(str(layer), packages[layer], tensors))
+            with raised_on_all(everyone, self._device):
+                for inner, is_wrapped in found:
+                    layers[str(layer)] = self._wrapped(inner) if is_wrapped else inner
         self._stages.module.clear()
         self._stages.module.update({name: layers[name] for name in sorted(layers, key=int)})
         self._put_in_order()
@@ -293,29 +309,31 @@ class Mover:
             return found.requires_grad_(needs_gradient)
         return engine.with_gradients_in(nn.Parameter(found, needs_gradient), gradient_dtype)
 
-    def _unpacked(self, package: _Package, tensors: Sequence[Tensor]) -> tuple[nn.Module, bool]:
-        """Return the layer, wrapped again if it was, and whether `prepare` had left it as it is."""
+    def _unpacked(self, name: str, package: _Package, tensors: Sequence[Tensor]) -> tuple[nn.Module, bool]:
+        """Return the layer, and whether it was wrapped."""
         inner, kept, wrapped, was_left = _Unpacker(io.BytesIO(package.text), tensors).load()
         for parameter, gradient, attributes, groups in kept:
             parameter.grad = gradient
             vars(parameter).update(attributes)
             for optimizer, known in zip(self.optimizers, groups, strict=True):
                 if known is not None:
-                    number, name, state = known
+                    number, own_name, state = known
                     group = optimizer.param_groups[number]
-                    if name is not None and ("param_names" in group or not group["params"]):
-                        group.setdefault("param_names", []).append(name)
+                    if own_name is not None and ("param_names" in group or not group["params"]):
+                        group.setdefault("param_names", []).append(own_name)
                     else:
                         group.pop("param_names", None)
                     group["params"].append(parameter)
                     if state:
                         optimizer.state[parameter] = state
-        found: nn.Module = inner
-        if wrapped:
-            assert self._stages.prepare is not None
-            with torch.enable_grad():
-                found = self._stages.prepare(inner)
-        return found, was_left
+        if was_left:
+            self._stages.left.add(name)
+        return inner, wrapped
+
+    def _wrapped(self, inner: nn.Module) -> nn.Module:
+        assert self._stages.prepare is not None
+        with torch.enable_grad():
+            return self._stages.prepare(inner)
 
     def _forget(self, layer: nn.Module) -> None:
         gone = {id(parameter) for parameter in layer.parameters()}

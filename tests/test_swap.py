@@ -310,11 +310,43 @@ dist.destroy_process_group()
 )
 
 
+BROKEN = (
+    TRAIN
+    + """
+rank = dist.get_rank()
+plans = [case.plan(one) for one in ((0, 1), (1, 0))]
+fails_on = None
+
+class Fragile(case.Block):
+    def __setstate__(self, state):
+        if fails_on == rank:
+            raise ValueError("not on this rank")
+        super().__setstate__(state)
+
+makers = [partial(case.seeded, i, make) for i, make in enumerate([case.Embed, Fragile, Fragile, case.Head])]
+for where in range(2):
+    fails_on = None
+    stages = runtime_torch.build_stages(plans[0], makers, rank, "cpu", **case.microbatch())
+    runner = runtime_torch.Runner(plans[0], stages)
+    fails_on = where
+    try:
+        runner.replace(plans[1], ())
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError(where)
+    wanted = "ValueError: not on this rank"
+    assert said == (wanted if rank == where else f"RunFailed: rank {where}: {wanted}"), said
+dist.destroy_process_group()
+"""
+)
+
+
 @pytest.mark.runtime
 @pytest.mark.parametrize(
     ("code", "world"),
-    [(WIDE, 2), (VIEWS, 2), (ORDERS, 2), (PLACEMENTS, 2), (PLACEMENTS, 3), (REPLICAS, 4), (REFUSED, 2)],
-    ids=["wide", "views", "orders", "placements", "placements of three", "replicas", "refused"],
+    [(WIDE, 2), (VIEWS, 2), (ORDERS, 2), (PLACEMENTS, 2), (PLACEMENTS, 3), (REPLICAS, 4), (REFUSED, 2), (BROKEN, 2)],
+    ids=["wide", "views", "orders", "placements", "placements of three", "replicas", "refused", "broken"],
 )
 def test_training_goes_on_as_without_a_swap(code, world):
     for rank in start_ranks(code, world=world):

@@ -141,6 +141,7 @@ class Runner:
                         part.leave()
                     self._stages.ties.give_back()
                     raise
+        self._batches.keep()
         with self._in_one_piece():
             with self._on_all("step()"):
                 result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)

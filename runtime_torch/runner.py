@@ -117,6 +117,7 @@ class Runner:
         loss where the last stage is.
         """
         self._refuse_failed()
+        self._reshard()
         torch.clear_autocast_cache()  # in one region with an optimizer its copies are those of weights before
         modes = [module.training for module in self._stages.module.modules()]
         modes += [parameter.requires_grad for parameter in self._stages.module.parameters()]
@@ -193,6 +194,7 @@ class Runner:
         Whether layers are in training mode is the caller's business. `keywords` and `losses` are as in `step`.
         """
         self._refuse_failed()
+        self._reshard()
         torch.clear_autocast_cache()
         is_alone = dist.get_world_size(self._group) == 1  # nobody waits for what does not come
         with nullcontext() if is_alone else self._in_one_piece(raises_together=True):
@@ -204,8 +206,7 @@ class Runner:
         with nullcontext() if is_alone else self._in_one_piece(), self._on_all("eval()"):
             boundary = self._batches.boundary
             found = forward_only(self.schedule, self._stages, boundary, self._group, batch, channels)
-        for part in self._parts():
-            part.reshard()
+        self._reshard()
         if losses is not None:
             losses[:] = found
         return weighted(found, batch.units) if found else None
@@ -349,6 +350,11 @@ class Runner:
 
     def _parts(self) -> list[Shards | Replicas]:
         return [part for parts in self._replicated.values() for part in parts]
+
+    def _reshard(self) -> None:
+        """Free the whole parameters: a forward outside of steps leaves them, and optimizers change the shards alone."""
+        for part in self._parts():
+            part.reshard()
 
     def _collect(self, stage: int) -> None:
         for part in self._replicated[stage]:

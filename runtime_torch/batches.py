@@ -74,10 +74,13 @@ class Batches:
         self._bundles = bundles
         self._inputs = bundles[0] if bundles else None
         self._announced = self._inputs.samples if self._inputs else None
-        """The samples of a whole microbatch; where nobody said, those of the first step."""
+        """The samples of a whole microbatch; where nobody said, those of the first step that came through."""
         self._sizes: list[int] = []
         self._rows = _rows_in(self._inputs.parts, self._announced) if self._inputs and self._announced else {}
-        """Of each input, and of the target once there was one: how many entries of its first dimension a sample has."""
+        """Of each input, and of the target once a step had one: how many entries of its first dimension a sample
+        has."""
+        self._found: dict[str, int] = {}
+        """The same of what is new in the latest batch."""
 
     def go_on_from(self, other: Batches) -> None:
         """Expect batches as another division of the same schedule's size did."""
@@ -140,6 +143,12 @@ class Batches:
         assert batch is not None
         return batch, any_asks
 
+    def keep(self) -> None:
+        """The step that was cut last has come through its trial: later batches are held against it."""
+        self._rows |= self._found
+        if self._announced is None:
+            self._announced = self._sizes[0]
+
     def cut_all(self, inputs: Sequence[Tensor], target: Tensor) -> Batch:
         """Cut a step's batch for a device that runs without the others, and so agrees with nobody."""
         self._sizes = self._sized(len(inputs[0]), forward_only=False)
@@ -150,6 +159,7 @@ class Batches:
         self, given: Sequence[Tensor], target: Tensor | None, microbatches: Sequence[Microbatch], *, whole: bool
     ) -> Batch:
         """Cut this rank's part into the microbatches, and these, unless they are `whole`, into their units."""
+        self._found = {}
         inputs = [self._split(tensor, f"input {index}") for index, tensor in enumerate(given)]
         targets = self._split(target, "the target") if target is not None and self._gets_target else None
         self._units = [(number, None) for number in range(len(self._sizes))]
@@ -269,9 +279,7 @@ class Batches:
             )
         small, larger = divmod(samples, count)
         sizes = [small + 1] * larger + [small] * (count - larger)
-        if self._announced is None:
-            self._announced = sizes[0]
-        if sizes[0] > self._announced:
+        if self._announced is not None and sizes[0] > self._announced:
             raise BadInput(
                 f"a batch has {counted(samples, 'sample')} in {counted(count, 'microbatch')}, expected at most "
                 f"{self._announced} in each: the promised memory is for these"
@@ -307,9 +315,9 @@ class Batches:
         return own
 
     def _split(self, tensor: Tensor, name: str) -> Sequence[Tensor]:
-        """Cut along the first dimension, which has as many rows for each sample as in the first batch."""
+        """Cut along the first dimension, which has as many rows for each sample as in the first step."""
         samples = sum(self._sizes)
-        rows = self._rows.setdefault(name, max(1, len(tensor) // samples))
+        rows = self._rows.get(name) or self._found.setdefault(name, max(1, len(tensor) // samples))
         if len(tensor) != rows * samples:
             raise BadInput(
                 f"{name} has the shape {tuple(tensor.shape)}, expected {rows * samples} in its first dimension for the "

@@ -20,7 +20,7 @@ from runtime_torch import engine, random_state, split
 from runtime_torch.bundles import CHANGES_INPUT, bundle_of, unchanged
 from runtime_torch.carrier import DirectCarrier
 from runtime_torch.meter import Meter, rounded_up
-from runtime_torch.microbatch import inner_layer, keywords_for, takes
+from runtime_torch.microbatch import added_losses, inner_layer, keywords_for, takes, with_losses
 from runtime_torch.regions import SelectiveStore
 from runtime_torch.replicas import is_looked_after
 from runtime_torch.selective import find_cheap, leave
@@ -366,6 +366,7 @@ class StageExecution:
             torch.enable_grad(),
             autocast_as(checkpoint.autocast, self.device),
             run.store.refilling(*layers),
+            added_losses(),  # those of the forward hang on its graph
         ):
             put_buffers(checkpoint.buffers)
             put_attributes(checkpoint.attributes)
@@ -471,7 +472,7 @@ class StageExecution:
         starts = {first: (first, end) for first, end in recomputed}
         flow: Flow = x
         del x
-        with run.store.saving():
+        with run.store.saving(), added_losses() as added:
             for index in range(self.first_layer, self.end_layer):
                 if index in starts:
                     flow = self._keep_input(run, starts[index], flow)
@@ -487,7 +488,7 @@ class StageExecution:
         assert isinstance(flow, Tensor)
         if self.is_last and run.part is not None and not self._carries[-1]:
             flow = flow * run.part.share  # of the mean over the slice's tokens
-        return self._hand_over(run, flow)
+        return self._hand_over(run, with_losses(flow, added))
 
     def _enter(self, run: _Pass, index: int, x: Flow) -> Flow:
         """Where the first stage's first output with a gradient is, let all of it pass one node."""

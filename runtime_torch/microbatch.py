@@ -153,15 +153,44 @@ def inner_layer(layer: nn.Module) -> nn.Module:
     return layer
 
 
+Added = list[tuple[Tensor, float]]
+"""Losses of inner layers, and what each counts."""
+
+_added: Added | None = None
+
+
+@contextmanager
+def added_losses() -> Iterator[Added]:
+    """Within: a stage's forward, whose layers' losses are gathered, for its end."""
+    global _added
+    _added = []
+    try:
+        yield _added
+    finally:
+        _added = None
+
+
+def with_losses(x: Tensor, added: Added) -> Tensor:
+    """Return what leaves a stage as a tensor whose backward is that of these losses, too."""
+    for loss, weight in added:
+        x = _AddLoss.apply(x, loss, weight)  # type: ignore[no-untyped-call]
+    return x
+
+
 def add_loss(x: Tensor, loss: Tensor) -> Tensor:
     """Return `x`, with which `loss` becomes a part of the microbatch's loss, as if the last layer had added its sum.
 
     For losses that arise within the model, such as those that balance the experts of a mixture: call it in any layer
-    with a tensor that the layer returns. The loss counts in gradients, not in the loss that a step returns.
+    with a tensor that the layer returns. The loss counts in gradients, not in the loss that a step returns. In a step
+    it hangs on what leaves the stage, whatever becomes of `x`; on `x` itself outside of one, in a piece of
+    torch.compile, and in a forward that a backward runs.
     """
-    share = 1.0 if _current.slice is None else _current.slice.share
-    added: Tensor = _AddLoss.apply(x, loss, _current.weight * share)  # type: ignore[no-untyped-call]
-    return added
+    weight = _current.weight * (1.0 if _current.slice is None else _current.slice.share)
+    if not torch.compiler.is_compiling() and _added is not None and loss.requires_grad:
+        _added.append((loss, weight))
+        return x
+    found: Tensor = _AddLoss.apply(x, loss, weight)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _AddLoss(torch.autograd.Function):

@@ -26,7 +26,7 @@ from runtime_torch.replicas import replicated
 from runtime_torch.shared import Channels, channels_of
 from runtime_torch.stages import Stages, refuse_parts
 from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged, several
-from runtime_torch.together import go_on, told
+from runtime_torch.together import go_on, raised_on_all, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -117,6 +117,7 @@ class Runner:
         loss where the last stage is.
         """
         self._refuse_failed()
+        self._reshard()
         torch.clear_autocast_cache()  # in one region with an optimizer its copies are those of weights before
         modes = [module.training for module in self._stages.module.modules()]
         modes += [parameter.requires_grad for parameter in self._stages.module.parameters()]
@@ -141,6 +142,7 @@ class Runner:
                         part.leave()
                     self._stages.ties.give_back()
                     raise
+        self._batches.keep()
         with self._in_one_piece():
             with self._on_all("step()"):
                 result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
@@ -192,6 +194,7 @@ class Runner:
         Whether layers are in training mode is the caller's business. `keywords` and `losses` are as in `step`.
         """
         self._refuse_failed()
+        self._reshard()
         torch.clear_autocast_cache()
         is_alone = dist.get_world_size(self._group) == 1  # nobody waits for what does not come
         with nullcontext() if is_alone else self._in_one_piece(raises_together=True):
@@ -203,8 +206,7 @@ class Runner:
         with nullcontext() if is_alone else self._in_one_piece(), self._on_all("eval()"):
             boundary = self._batches.boundary
             found = forward_only(self.schedule, self._stages, boundary, self._group, batch, channels)
-        for part in self._parts():
-            part.reshard()
+        self._reshard()
         if losses is not None:
             losses[:] = found
         return weighted(found, batch.units) if found else None
@@ -222,7 +224,8 @@ class Runner:
         moves. Otherwise layers move with their gradients and with what `optimizer` (one, several, or () for none) keeps
         for them; `stages.module` and the optimizer's groups then have this rank's. Layers in DDP are wrapped again.
         Raises BadInput on all ranks, with nothing changed, where a layer cannot move (FSDP2, ties, whole stage modules)
-        and RunFailed where ranks name different schedules. `group`: all ranks of all replicas of the pipeline, where
+        and RunFailed where ranks name different schedules. What fails on a rank while layers move is raised on all, and
+        leaves the Runner in the middle. `group`: all ranks of all replicas of the pipeline, where
         there are several: what one of these cannot move all of them keep then. The new stages are held against the
         profile in the next step. After a move other ranks may have the first and the last stage, and need `inputs` and
         `target`.
@@ -261,14 +264,16 @@ class Runner:
         moved = 0
         with self._in_one_piece():
             if not same:
-                moved = mover.move(wanted, packages, self._group)
-                found = restaged(schedule, stages, rank)
-                stages.clear()
-                stages.update(found)
-                batches = Batches(schedule, stages, self._boundary, self._group)
-                batches.go_on_from(self._batches)
-                self._batches, self._ready = batches, None
-                self._replicated = _replicated(stages)
+                everyone = self._group if group is None else group
+                moved = mover.move(wanted, packages, self._group, everyone)
+                with raised_on_all(everyone, self._device):
+                    found = restaged(schedule, stages, rank)
+                    stages.clear()
+                    stages.update(found)
+                    batches = Batches(schedule, stages, self._boundary, self._group)
+                    batches.go_on_from(self._batches)
+                    self._batches, self._ready = batches, None
+                    self._replicated = _replicated(stages)
             self.schedule = schedule
             self._replay.close()
             self._replay = self._replayed(schedule, stages)
@@ -345,6 +350,11 @@ class Runner:
 
     def _parts(self) -> list[Shards | Replicas]:
         return [part for parts in self._replicated.values() for part in parts]
+
+    def _reshard(self) -> None:
+        """Free the whole parameters: a forward outside of steps leaves them, and optimizers change the shards alone."""
+        for part in self._parts():
+            part.reshard()
 
     def _collect(self, stage: int) -> None:
         for part in self._replicated[stage]:

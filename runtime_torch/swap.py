@@ -25,6 +25,7 @@ from optpipe_compiler.errors import BadInput, RunFailed, first_line, of_kind
 from runtime_torch import engine
 from runtime_torch.replicas import replicated
 from runtime_torch.stages import executions, trains
+from runtime_torch.together import raised_on_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -191,9 +192,18 @@ class Mover:
                 f"layer {number} cannot move: it, or a module in it, is compiled by its compile(), which would stay "
                 "behind, expected torch.compile(module)"
             )
-        kept, others, aside = [], self._others(), list(self._aside())
+        own = {id(parameter) for parameter in self._stages.module.parameters()}
+        kept, others, found = [], self._others(), list(self._aside())
+        aside = [(keeper, other) for keeper, other in found if id(other) not in own]
+        keepers = {id(other): keeper for keeper, other in found}
         for name, parameter in inner.named_parameters():
             groups = [_kept(optimizer, parameter) for optimizer in self.optimizers]
+            if id(parameter) in keepers:
+                raise BadInput(
+                    f"layer {number} cannot move: {keepers[id(parameter)]} has its parameter {name} in an attribute of "
+                    "its own, too, such as a list, or an optimizer that it wraps, where it would stay: expected it in "
+                    "param_groups alone"
+                )
             if parameter.requires_grad and others and not any(groups):
                 raise BadInput(
                     f"layer {number} cannot move: its parameter {name} is in no optimizer, and {others[0][0]} has "
@@ -232,32 +242,50 @@ class Mover:
         return [(kind, p) for kind, p in held if id(p) not in own]
 
     def _aside(self) -> Iterator[tuple[str, Tensor]]:
-        """What optimizers have in attributes of their own, with the kind of the optimizer."""
-        own = {id(parameter) for parameter in self._stages.module.parameters()}
+        """What optimizers have in attributes of their own, with the kind of the optimizer: copies, and parameters that
+        they have a second time, outside of their groups."""
         for one in self.optimizers:
-            public = one.param_groups, one.state, one.defaults
-            known = own.union(map(id, _tensors_in(public, set())))
-            found = _tensors_in(vars(one), set(map(id, public)))
-            yield from ((type(one).__name__, tensor) for tensor in found if id(tensor) not in known)
+            seen = set[int]()
+            public = {id(tensor) for tensor in _tensors_in((one.param_groups, one.state, one.defaults), seen)}
+            groups = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+            found = _tensors_in(vars(one), seen)
+            yield from (
+                (type(one).__name__, other) for other in found if id(other) in groups or id(other) not in public
+            )
 
     @torch.no_grad()
-    def move(self, wanted: Sequence[Move], packages: Mapping[int, _Package], group: dist.ProcessGroup | None) -> int:
-        """Move the layers one after the other; return the bytes that this rank sent and received."""
+    def move(
+        self,
+        wanted: Sequence[Move],
+        packages: Mapping[int, _Package],
+        group: dist.ProcessGroup | None,
+        everyone: dist.ProcessGroup | None,
+    ) -> int:
+        """Move the layers one after the other; return the bytes that this rank sent and received.
+
+        What fails on a rank is raised on all ranks of `everyone` (replicas of the pipeline included) before the next
+        message, or the next layer in DDP: nobody waits for it.
+        """
         layers = dict(self._stages.module.items())
         passed = 0
         for layer, source, target in wanted:
+            tensors: list[Tensor] = []
+            with raised_on_all(everyone, self._device):
+                if target == self._rank:
+                    tensors = [self._empty(kind) for kind in packages[layer].kinds]
             if source == self._rank:
-                tensors = self._packages.pop(layer)[1]
-                passed += _pass_on(tensors, dist.isend, target, group)
+                passed += _pass_on(self._packages.pop(layer)[1], dist.isend, target, group)
                 self._forget(layers.pop(str(layer)))
                 self._stages.left.discard(str(layer))
             elif target == self._rank:
-                package = packages[layer]
-                tensors = [self._empty(kind) for kind in package.kinds]
                 passed += _pass_on(tensors, dist.irecv, source, group)
-                layers[str(layer)], was_left = self._unpacked(package, tensors)
-                if was_left:
-                    self._stages.left.add(str(layer))
+            found: list[tuple[nn.Module, bool]] = []
+            with raised_on_all(everyone, self._device):
+                if target == self._rank:
+                    found.append(self._unpacked(str(layer), packages[layer], tensors))
+            with raised_on_all(everyone, self._device):
+                for inner, is_wrapped in found:
+                    layers[str(layer)] = self._wrapped(inner) if is_wrapped else inner
         self._stages.module.clear()
         self._stages.module.update({name: layers[name] for name in sorted(layers, key=int)})
         self._put_in_order()
@@ -281,29 +309,31 @@ class Mover:
             return found.requires_grad_(needs_gradient)
         return engine.with_gradients_in(nn.Parameter(found, needs_gradient), gradient_dtype)
 
-    def _unpacked(self, package: _Package, tensors: Sequence[Tensor]) -> tuple[nn.Module, bool]:
-        """Return the layer, wrapped again if it was, and whether `prepare` had left it as it is."""
+    def _unpacked(self, name: str, package: _Package, tensors: Sequence[Tensor]) -> tuple[nn.Module, bool]:
+        """Return the layer, and whether it was wrapped."""
         inner, kept, wrapped, was_left = _Unpacker(io.BytesIO(package.text), tensors).load()
         for parameter, gradient, attributes, groups in kept:
             parameter.grad = gradient
             vars(parameter).update(attributes)
             for optimizer, known in zip(self.optimizers, groups, strict=True):
                 if known is not None:
-                    number, name, state = known
+                    number, own_name, state = known
                     group = optimizer.param_groups[number]
-                    if name is not None and ("param_names" in group or not group["params"]):
-                        group.setdefault("param_names", []).append(name)
+                    if own_name is not None and ("param_names" in group or not group["params"]):
+                        group.setdefault("param_names", []).append(own_name)
                     else:
                         group.pop("param_names", None)
                     group["params"].append(parameter)
                     if state:
                         optimizer.state[parameter] = state
-        found: nn.Module = inner
-        if wrapped:
-            assert self._stages.prepare is not None
-            with torch.enable_grad():
-                found = self._stages.prepare(inner)
-        return found, was_left
+        if was_left:
+            self._stages.left.add(name)
+        return inner, wrapped
+
+    def _wrapped(self, inner: nn.Module) -> nn.Module:
+        assert self._stages.prepare is not None
+        with torch.enable_grad():
+            return self._stages.prepare(inner)
 
     def _forget(self, layer: nn.Module) -> None:
         gone = {id(parameter) for parameter in layer.parameters()}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
-from typing import NoReturn
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from optpipe_compiler.errors import BadInput, OptPipeError, RunFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def go_on(
@@ -25,6 +28,17 @@ def go_on(
     if error is not None:
         raise error
     return asks
+
+
+@contextmanager
+def raised_on_all(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """Within: what each rank of `group` does by itself. An error on any of them is raised on all, at its end."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    go_on(error, group, device)
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None) -> NoReturn:

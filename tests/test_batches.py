@@ -328,3 +328,37 @@ def test_a_failure_in_a_loop_of_ones_own_is_one_sentence_per_rank_beside_pythons
         assert outside[-1] == f"optpipe: rank {number} failed in forward:{number}:0", errors
         assert outside[-2].startswith("ValueError: no more" if number == 0 else "RuntimeError: "), errors
         assert all(line.startswith("  ") for line in outside[1:-2]), errors
+
+
+def test_a_batch_that_was_refused_says_nothing_of_later_ones(alone):
+    """Neither a target that is too long, nor, where nobody announced a size, a validation of fewer samples."""
+    schedule = plan((0, 0))
+    layers = [nn.Linear(HIDDEN, HIDDEN) for _ in range(3)]
+    x = torch.ones(2 * MICROBATCHES, HIDDEN)
+    announced = runtime_torch.build_stages(schedule, [*layers, Distance()], 0, "cpu", inputs=[x[:2]], target=x[:2])
+    runner = runtime_torch.Runner(schedule, announced)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        runner.step(x, target=torch.cat([x, x]))
+    wanted = runner.step(x, target=x).loss
+    modules = {0: nn.Sequential(*layers[:2]), 1: Last(layers[2])}
+    stages = runtime_torch.wrap_stages(schedule, modules, 0, "cpu")
+    runner = runtime_torch.Runner(schedule, stages, lambda layer: ((2, HIDDEN), torch.float32))
+    with pytest.raises(BadInput, match=r"returned float32 of shape \(1, 8\) for microbatch 0"):
+        runner.eval(x[:2], target=x[:2])
+    assert runner.step(x, target=x).loss == wanted
+    with pytest.raises(BadInput, match="expected at most 2 in each"):
+        runner.step(torch.cat([x, x]), target=torch.cat([x, x]))
+
+
+class Distance(nn.Module):
+    def forward(self, x, target):
+        return (x - target).square().mean()
+
+
+class Last(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.loss = layer, Distance()
+
+    def forward(self, x, target):
+        return self.loss(self.layer(x), target)

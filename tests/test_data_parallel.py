@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
-from test_runtime_library import HIDDEN, LENGTH, MICROBATCHES, Scores, builders, microbatch, plan, start_ranks
+from test_runtime_library import HIDDEN, LENGTH, MICROBATCHES, Scores, batch, builders, microbatch, plan, start_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -258,6 +258,27 @@ def gradients(tokens: Tensor) -> list[Tensor]:
 
 TOKENS = torch.arange(2 * MICROBATCHES * LENGTH).view(-1, LENGTH) % 16
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("calls", [False, True], ids=["steps alone", "a call of a layer between"])
+def test_a_layer_that_is_called_before_an_optimizer_steps_trains_on_with_what_that_made(alone, calls):
+    """Outside of a step the call leaves the whole parameters, and the optimizer changes the shards."""
+    schedule, (inputs, target) = plan((0, 0)), batch()
+    shard = partial(fully_shard, mesh=init_device_mesh("cpu", (1,)))
+    losses = []
+    for prepare in (None, shard):
+        stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", prepare=prepare, **microbatch())
+        runner = runtime_torch.Runner(schedule, stages)
+        optimizer = torch.optim.SGD(stages.module.parameters(), lr=0.5)
+        for _ in range(2):
+            runner.step(*inputs, target=target)
+            if calls:
+                with torch.no_grad():
+                    stages.module["0"](*inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append((runner.eval(*inputs, target=target), runner.step(*inputs, target=target).loss))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_after_a_refusal_shards_are_shards_and_the_next_step_runs(alone):

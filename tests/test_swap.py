@@ -170,6 +170,13 @@ class Keeper(torch.optim.SGD):
         super().__init__(params)
         self.copies = {p: [p.detach().clone()] for p in self.param_groups[0]["params"]}
 
+class Wrapper(torch.optim.Optimizer):
+    '''Steps by another one, as ZeroRedundancyOptimizer does.'''
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"])
+
 class Special(torch.nn.Parameter):
     pass
 
@@ -211,6 +218,7 @@ for broken, schedule, optimizer, word in (
     (None, plans[1] if rank == 0 else "there", (), "schedule is 'there', expected a schedule"),
     (None, plans[1], () if rank == 0 else [3], "optimizer[0] is 3, expected one of torch"),
     (None, plans[1], Keeper(stages.module.parameters()) if rank else (), "cannot move: Keeper has a tensor with the"),
+    (None, plans[1], Wrapper(stages.module.parameters()), "cannot move: Wrapper has its parameter"),
     ("compiled", plans[1], (), "layer 3 cannot move: it, or a module in it, is compiled by its compile()"),
     (parametrized, plans[1], (), "layer 3 cannot move: broken is parametrized (torch.nn.utils.parametrize), and so"),
     ("hook", plans[1], (), "layer 3 cannot move: its parameter logits.weight has a hook"),
@@ -302,11 +310,43 @@ dist.destroy_process_group()
 )
 
 
+BROKEN = (
+    TRAIN
+    + """
+rank = dist.get_rank()
+plans = [case.plan(one) for one in ((0, 1), (1, 0))]
+fails_on = None
+
+class Fragile(case.Block):
+    def __setstate__(self, state):
+        if fails_on == rank:
+            raise ValueError("not on this rank")
+        super().__setstate__(state)
+
+makers = [partial(case.seeded, i, make) for i, make in enumerate([case.Embed, Fragile, Fragile, case.Head])]
+for where in range(2):
+    fails_on = None
+    stages = runtime_torch.build_stages(plans[0], makers, rank, "cpu", **case.microbatch())
+    runner = runtime_torch.Runner(plans[0], stages)
+    fails_on = where
+    try:
+        runner.replace(plans[1], ())
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError(where)
+    wanted = "ValueError: not on this rank"
+    assert said == (wanted if rank == where else f"RunFailed: rank {where}: {wanted}"), said
+dist.destroy_process_group()
+"""
+)
+
+
 @pytest.mark.runtime
 @pytest.mark.parametrize(
     ("code", "world"),
-    [(WIDE, 2), (VIEWS, 2), (ORDERS, 2), (PLACEMENTS, 2), (PLACEMENTS, 3), (REPLICAS, 4), (REFUSED, 2)],
-    ids=["wide", "views", "orders", "placements", "placements of three", "replicas", "refused"],
+    [(WIDE, 2), (VIEWS, 2), (ORDERS, 2), (PLACEMENTS, 2), (PLACEMENTS, 3), (REPLICAS, 4), (REFUSED, 2), (BROKEN, 2)],
+    ids=["wide", "views", "orders", "placements", "placements of three", "replicas", "refused", "broken"],
 )
 def test_training_goes_on_as_without_a_swap(code, world):
     for rank in start_ranks(code, world=world):

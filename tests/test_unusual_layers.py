@@ -6,6 +6,7 @@ import copy
 import random
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 from msgspec import structs
@@ -555,6 +556,42 @@ def test_a_loss_that_is_added_in_a_backward_has_the_weight_of_its_microbatch(alo
         (weight * (plain["3"](flow, its_target) + added)).backward()
     stages, runner = pipelined(layers, plan((0, 0)))
     runner.step(x, target=target, weights=weights)
+    for name, parameter in stages.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, msg=name)
+
+
+class Dropping(nn.Linear):
+    """Adds a loss to a tensor that it does not return, and keeps it where no step runs."""
+
+    losses: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.probe = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        seen = self.probe(x)
+        loss = seen.square().mean()
+        self.losses.append(loss)
+        runtime_torch.add_loss(seen, loss)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 0)])
+@pytest.mark.parametrize("ranges", [(), ("recompute",)])
+@both
+def test_a_loss_counts_whatever_becomes_of_the_tensor_that_it_was_added_to(alone, placement, ranges, fused):  # noqa: F811
+    layers = model(Dropping, Dropping)
+    plain = nn.ModuleDict({str(index): layer for index, layer in enumerate(copy.deepcopy(layers))})
+    x, target = batch(0)
+    for part, its_target in zip(x.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True):
+        Dropping.losses.clear()
+        loss = plain["3"](plain["2"](plain["1"](plain["0"](part))), its_target)
+        ((loss + sum(Dropping.losses)) / MICROBATCHES).backward()
+    each = len(layers) // len(placement)
+    schedule = plan(placement, fused=fused, ranges=lambda s, _: [(way, each * s, each * s + each) for way in ranges])
+    stages, runner = pipelined(layers, schedule)
+    runner.step(x, target=target)
     for name, parameter in stages.module.named_parameters():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, msg=name)
 

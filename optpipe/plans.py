@@ -266,8 +266,8 @@ def compile(
     question is answered from the user's cache folder, and others start from near plans there. `options` are those of
     the command: `placement`, `stages_per_device`, `objective`, `offload`, `recompute`, `split` (False forbids them),
     `slices`, `lengths`, `seed`, `reproducible`, `workers`, `noise`.
-    Raises Infeasible with the smallest `mem` that would do, NotFound when the time is over before there is any plan,
-    and BadInput. Ctrl-C returns the best plan so far.
+    Raises Infeasible with a `mem` that would do (the smallest where it says so), NotFound when the time is over before
+    there is any plan, and BadInput. Ctrl-C returns the best plan so far.
     """
     more = known(options, compiler.Options, CompileKeywords, compile)
     costs = as_profile(profile)
@@ -324,7 +324,8 @@ def bounds(
     for one in [mem] if isinstance(mem, Integral | str) else mem:
         cap = size(one, "mem")
         given = compiler.Options(mem_bytes=cap, microbatches=microbatches, devices=devices, **more)
-        rows.append(BoundRow(cap, *compiler.bounded(costs, given)))
+        least = compiler.bounded(costs, given)
+        rows.append(BoundRow(cap, least.ns, least.argument, least.mem_bytes))
     return rows
 
 

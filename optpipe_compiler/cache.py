@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ NEIGHBOURS = 2
 FOLDER = "OPTPIPE_CACHE"
 """The environment's variable that names another folder; empty: nothing is kept."""
 SUFFIX = ".plan"
+NAME = re.compile(rf"[0-9a-f]+-[0-9a-f]+{re.escape(SUFFIX)}")
+"""Of a file that holds a plan; others in the folder, which the user has named, are left alone."""
 
 
 class AboutPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +149,7 @@ class Cache:
     def _files(self, family: str = "") -> list[Path]:
         """Return the files of plans; none where the folder cannot be looked into."""
         try:
-            return list(self.folder.glob(f"{family}*{SUFFIX}"))
+            return [path for path in self.folder.glob(f"{family}*{SUFFIX}") if NAME.fullmatch(path.name)]
         except OSError:
             return []
 

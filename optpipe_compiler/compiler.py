@@ -177,7 +177,9 @@ def bounded(profile: Profile, options: Options) -> Least:
         memory.find()
         memory.refuse()
     except Infeasible as error:
-        return least if error.least_mem_bytes is None else least._replace(mem_bytes=error.least_mem_bytes)
+        if error.least_mem_bytes is None:
+            return least
+        return least._replace(mem_bytes=error.least_mem_bytes, is_smallest=error.is_smallest)
     except MissingDependency:
         return least
     return least

@@ -29,10 +29,12 @@ class Infeasible(OptPipeError):
 
     exit_code = 3
 
-    def __init__(self, text: str, least_mem_bytes: int | None = None) -> None:
+    def __init__(self, text: str, least_mem_bytes: int | None = None, *, is_smallest: bool = False) -> None:
         super().__init__(text)
         self.least_mem_bytes = least_mem_bytes
         """The cap that the text names, which would do; None where none is known."""
+        self.is_smallest = is_smallest
+        """Whether nothing less would do."""
 
 
 class NotFound(OptPipeError):

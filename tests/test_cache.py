@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from optpipe_compiler.compiler import Options
 from optpipe_compiler.documents import ir
 from optpipe_compiler.study.planned import Instance, plan
 from tests.instances import uniform
-from tests.test_cli import FAST, run  # noqa: F401  (a fixture)
+from tests.test_cli import FAST, refused, run  # noqa: F401  (run is a fixture)
 
 GB = 10**9
 COSTS = uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5)
@@ -211,7 +212,7 @@ def test_a_file_whose_first_line_cannot_be_read_is_no_plan(kept, line):
     planned(SOON, kept)
     (entry,) = kept.entries()
     entry.path.write_bytes(line + b"\n")
-    entry.path.with_name(f"other{cache.SUFFIX}").write_bytes(line + b"\n")
+    entry.path.with_name(f"0a1b-2c3d{cache.SUFFIX}").write_bytes(line + b"\n")
     assert kept.entries() == []
     assert not planned(SOON, kept).is_cached
     assert planned(SOON, kept).is_cached
@@ -301,6 +302,28 @@ def test_commands_use_list_and_clear_the_cache(run, kept):  # noqa: F811
     assert "1 plan, " in run("cache", "list").out
     assert json.loads(run("cache", "clear", "--json").out)["removed"] == 1
     assert "0 plans" in run("cache", "list").out
+
+
+def test_files_of_others_in_the_folder_are_left_alone(run, kept):  # noqa: F811
+    kept.folder.mkdir()
+    others = [kept.folder / name for name in (f"notes{cache.SUFFIX}", f"my-own{cache.SUFFIX}", "0a1b-2c3d.txt")]
+    for path in others:
+        path.write_text("mine")
+        os.utime(path, (0, 0))
+    small = cache.Cache(kept.folder, most_bytes=1)
+    planned(SOON, small)  # which makes room
+    assert json.loads(run("cache", "list", "--json").out)["bytes"] > 1
+    assert json.loads(run("cache", "clear", "--json").out)["removed"] == 1
+    assert sorted(kept.folder.iterdir()) == sorted(others)
+
+
+@pytest.mark.parametrize("command", ["list", "clear"])
+def test_a_folder_that_cannot_be_looked_into_is_said_to_be_such(run, kept, monkeypatch, tmp_path, command):  # noqa: F811
+    assert run("cache", command).code == 0  # of a folder that is not there yet
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "file"))
+    sentence = refused(run("cache", command), 2)
+    assert sentence.startswith(f"{tmp_path / 'file'}: cannot be read: Not a directory; ")
 
 
 def test_an_empty_variable_keeps_nothing(run, monkeypatch):  # noqa: F811

@@ -764,6 +764,17 @@ def test_a_terminal_is_coloured_unless_no_color_is_set(tmp_path, environment, co
     assert bool(re.search(r"\x1b\[[\d;]*(3|4|9|10)\d", text)) == coloured
 
 
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": "unknown"}, {"NO_COLOR": "1"}], ids=str)
+def test_without_colours_an_op_is_as_long_as_its_line(tmp_path, environment):
+    (tmp_path / "schedule.json").write_text(ir.to_text(quick(uniform(2, 1), 4 * GB, method="gpipe").schedule))
+    terminal, end = pty.openpty()
+    with start("show", "--width", "90", folder=tmp_path, stdout=end, stderr=end, environment=environment) as process:
+        os.close(end)
+        text = read_all(terminal)
+    assert process.returncode == 0
+    assert re.search(r"dev 0 .*F0-+F1-+F2-+F3-+", re.sub(r"\x1b\[[\d;]*m", "", text))
+
+
 def test_an_output_that_is_not_utf_8_has_question_marks_and_json_has_escapes(tmp_path):
     (tmp_path / "schedule.json").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB).schedule))
     (tmp_path / "日.json").write_text((tmp_path / "schedule.json").read_text())

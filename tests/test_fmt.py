@@ -117,3 +117,14 @@ def test_fmt_needs_a_file(run):
     outcome = run("fmt")
     assert outcome.code == 2
     assert "Missing argument 'FILE...'" in outcome.err
+
+
+def test_what_is_piped_in_is_checked_as_it_is_and_never_rewritten(run, files, tmp_path):
+    """It can be read only once, and what would be written there would be read by nobody."""
+    run("fmt", *files)
+    name = "costs.json"
+    assert test_cli.shell(f"cat {name} | optpipe fmt --check /dev/stdin", tmp_path).returncode == 0
+    assert test_cli.shell(f"tr -d ' ' < {name} | optpipe fmt --check /dev/stdin", tmp_path).returncode == 1
+    refusal = test_cli.shell(f"cat {name} | timeout 20 optpipe fmt /dev/stdin", tmp_path)
+    assert (refusal.returncode, refusal.stdout) == (2, "")
+    assert refusal.stderr == "optpipe: /dev/stdin: is no file that could be rewritten, expected one, or --check\n"

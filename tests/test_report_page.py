@@ -401,6 +401,27 @@ def test_ops_are_found_by_their_names(schedule, opened):
         assert window.evaluate("opsNamed('forward:2:1').length") == 1
 
 
+def test_without_a_slice_an_op_is_found_in_all_of_its_slices(look):
+    sliceable = uniform(2, 2, d2h_ms=0.3, h2d_ms=0.3, sliceable=True, sequence_length=8)
+    sliced = quick(sliceable, 3 * GB, microbatches=11, slices=2, method="seq1f1b").schedule
+    found = look(
+        render(sliced),
+        """
+        for (const name of ["1F0", "F0", "1F0.1", "F0.1", "1f1", "forward:1:0.1", "1F"]) {
+            seen[name] = opsNamed(name).map(idOf);
+        }
+        """,
+        hash="#1F0",
+    )
+    both = ["forward:1:0.0", "forward:1:0.1"]
+    every = ["forward:0:0.0", "forward:0:0.1", *both]
+    assert found["1F0"] == both
+    assert sorted(found["F0"]) == every
+    assert (found["1F0.1"], sorted(found["F0.1"])) == (both[1:], every[1::2])
+    assert found["1f1"] == ["forward:1:1.0", "forward:1:1.1"]  # and none of microbatch 10
+    assert (found["forward:1:0.1"], found["1F"]) == (both[1:], [])
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_later_stages_differ_more_from_the_paper_than_the_first_so_that_none_looks_idle(schedule, look, dark):
     seen = look(
@@ -559,3 +580,11 @@ def test_an_address_with_the_id_of_an_op_leads_to_it(schedule, look):
         """
     assert look(render(schedule), script, hash=f"#{offload}") == {"pinned": offload, "hash": f"#{offload}", "none": ""}
     assert look(render(schedule), "seen.pinned = view.pinned;", hash="#nothing:1:2") == {"pinned": None}
+
+
+def test_an_address_that_is_no_text_leaves_a_page_that_follows_its_window(schedule, opened):
+    with opened(render(schedule), hash="#%") as window:
+        window.set_viewport_size({"width": 700, "height": 900})
+        window.wait_for_timeout(300)
+        assert window.evaluate("view.width === scroller.clientWidth && view.width <= 700")
+        assert window.evaluate("view.pinned") is None

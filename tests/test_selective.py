@@ -11,14 +11,17 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.compiler import Options, bounded, compile_schedule
 from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import static_bytes
 from optpipe_compiler.plan.selective import selectively
+from optpipe_compiler.study.pool import answers_here
+from optpipe_compiler.study.sweep import Grid, SweptCosts, begin, instances, run
 from optpipe_compiler.verify import check, verify
+from optpipe_compiler.view.sweep import enough
 from tests.instances import uniform
 
 MB = 10**6
@@ -82,6 +85,50 @@ def test_the_least_memory_that_a_refusal_names_is_enough(stages, field):
     assert compile_schedule(heavy, replace(options, mem_bytes=least)).schedule.devices[0].peak_bytes == least
     with pytest.raises(Infeasible, match=f"device 0 is 1 bytes .* would do is {least} "):
         compile_schedule(heavy, replace(options, mem_bytes=least - 1))
+
+
+def unalike() -> profile.Profile:
+    """A device that selective recompute helps, and one that needs more with it than without."""
+
+    def layer(name: str, count: int, ns: int, saved: int, transient: int) -> profile.Layer:
+        light = profile.Selective(
+            saved_bytes=saved * MB, captured_bytes=0, recompute_ns=1, transient_bytes=transient * MB
+        )
+        return profile.Layer(
+            name=name,
+            count=count,
+            forward_ns=ns,
+            backward_input_ns=ns,
+            backward_weight_ns=ns,
+            saved_bytes=1000 * MB,
+            residue_bytes=saved * MB,
+            checkpoint_bytes=500 * MB,
+            selective=light,
+        )
+
+    layers = [layer("helped", 2, 1000, 600, 10), layer("not", 1, 2000, 900, 3000)]
+    return profile.Profile(name="unalike", machine=profile.Machine(devices=2), layers=layers)
+
+
+def test_a_refusal_says_that_nothing_less_would_do_only_where_that_is_so():
+    """Under a cap that is tight for both devices both have it or none, under a larger one the first alone."""
+    costs = profile.parse(canonical(unalike()), "unalike")
+    options = Options(1, 4, stages_per_device=1, time_limit_s=0.2, reproducible=True, search=False)
+
+    def refusal(cap_mb: int) -> Infeasible:
+        with pytest.raises(Infeasible) as refused:
+            compile_schedule(costs, replace(options, mem_bytes=cap_mb * MB))
+        return refused.value
+
+    assert "; raise --mem to 2000000000 (" in str(refusal(100))
+    assert (refusal(100).least_mem_bytes, refusal(100).is_smallest) == (2000 * MB, False)
+    assert not bounded(costs, replace(options, mem_bytes=100 * MB)).is_smallest
+    assert "; the smallest --mem that would do is 1600000000 (" in str(refusal(1599))
+    assert compile_schedule(costs, replace(options, mem_bytes=1600 * MB)).schedule.devices[0].peak_bytes == 1600 * MB
+    swept = instances(SweptCosts.of(costs), options, Grid((100 * MB,), (4,)))
+    empty = begin(None, SweptCosts.of(costs), options)
+    [(_, found)] = run(None, empty, swept, 1, answers_here)
+    assert enough(2000 * MB, found) == "raise --mem to 2000000000 (2.00 GB (1.86 GiB))"
 
 
 def test_a_plan_does_without_it_where_memory_is_plenty_or_recompute_is_forbidden():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -71,7 +72,16 @@ def _users() -> Any:
     found = users()
     if found is None:
         raise BadInput(f"no plans are kept: the environment's {FOLDER} is empty, expected a folder or no such variable")
-    return found
+    try:
+        with os.scandir(found.folder):
+            return found
+    except FileNotFoundError:  # it is made when the first plan is kept
+        return found
+    except OSError as error:
+        raise BadInput(
+            f"{found.folder}: cannot be read: {error.strerror}; the environment's {FOLDER} names another "
+            "folder for plans"
+        ) from error
 
 
 def _report(entry: Any) -> dict[str, Any]:

@@ -198,7 +198,9 @@ def bounds(profile_path: Path, mems: str, as_json: bool, **options: Any) -> None
     table = Table("cap", f"{options['objective']} at least", "because of", box=None, pad_edge=False)
     for cap, one in rows:
         if one.mem_bytes > cap:
-            table.add_row(show_bytes(cap), "nothing fits", f"some device needs {short_bytes(one.mem_bytes)} at least")
+            size = short_bytes(one.mem_bytes)
+            why = f"some device needs {size} at least" if one.is_smallest else f"{size} would do"
+            table.add_row(show_bytes(cap), "nothing fits", why)
         else:
             table.add_row(show_bytes(cap), show_ns(one.ns), one.argument)
     console().print(table)

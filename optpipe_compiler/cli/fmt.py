@@ -22,10 +22,14 @@ def fmt(paths: tuple[Path, ...], check: bool, as_json: bool) -> None:
 
     Example: optpipe fmt schedule.json profile.json
     """
-    from optpipe_compiler.documents.files import read_text, write_atomically
+    from optpipe_compiler.documents.files import is_special, read_text, write_atomically
 
-    wanted = {path: canonical_text(read_text(path), str(path)) for path in paths}
-    others = [path for path, text in wanted.items() if path.read_bytes() != text.encode()]
+    for path in paths:
+        if not check and is_special(path):
+            raise BadInput(f"{path}: is no file that could be rewritten, expected one, or --check")
+    texts = {path: read_text(path) for path in paths}
+    wanted = {path: canonical_text(text, str(path)) for path, text in texts.items()}
+    others = [path for path, text in wanted.items() if texts[path] != text or _has_mark(path)]
     if as_json and check:
         say_json({"would_change": list(map(str, others))})
     if check and others:
@@ -36,6 +40,16 @@ def fmt(paths: tuple[Path, ...], check: bool, as_json: bool) -> None:
             say(f"rewrote {path}")
     if as_json and not check:
         say_json({"rewrote": list(map(str, others))})
+
+
+def _has_mark(path: Path) -> bool:
+    """Whether a file begins with a byte-order mark; what is piped in can be read only once, and is not asked."""
+    from optpipe_compiler.documents.files import is_special
+
+    if is_special(path):
+        return False
+    with path.open("rb") as file:
+        return file.read(3) == b"\xef\xbb\xbf"
 
 
 def canonical_text(text: str, name: str) -> str:

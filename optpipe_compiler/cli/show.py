@@ -89,7 +89,7 @@ def show(
     warning = Text(printable(rejected), style="bold") if rejected else None
     taken = 1 if warning is None else 1 + len(warning.wrap(out, out.width))
     height = out.height - taken if out.is_terminal and not devices else None  # one screen, with the command's line
-    colour = out.is_terminal and not out.no_color
+    colour = out.is_terminal and not out.no_color and out.color_system is not None  # None: TERM=dumb
     if warning is not None:
         out.print(warning)
     out.print(render(analysis, out.width, devices or None, window, height=height, colour=colour), end="")

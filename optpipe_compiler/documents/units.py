@@ -61,6 +61,10 @@ def exact_cap(size: int) -> str:
     return f"{size}B" if 0 < size < SMALLEST_CAP else str(size)
 
 
+SMALLEST, RAISE = "the smallest --mem that would do is", "raise --mem to"
+"""How sentences name a cap that would do: the first where nothing less would."""
+
+
 def parse_ns(text: str, option: str) -> int:
     """Return the nanoseconds that `text` (12.5ms, 2s, 300us, 0) says; raise BadInput naming the option."""
     match = NUMBER_AND_UNIT.fullmatch(text)

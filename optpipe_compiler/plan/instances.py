@@ -245,6 +245,8 @@ class Least(NamedTuple):
     """By which that is known."""
     mem_bytes: int
     """On its fullest device: what that always holds, and one activation."""
+    is_smallest: bool = True
+    """Whether nothing fits less than `mem_bytes`."""
 
 
 def lower_bound(profile: Profile, options: Options) -> Least:

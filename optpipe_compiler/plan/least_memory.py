@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler import machine
-from optpipe_compiler.documents.units import counted, exact_cap, show_bytes
+from optpipe_compiler.documents.units import RAISE, SMALLEST, counted, exact_cap, show_bytes
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.plan.instances import least_bytes
@@ -23,6 +23,7 @@ from optpipe_compiler.solver import minimum
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from optpipe_compiler.model.placement import Layout
     from optpipe_compiler.model.problem import Caps, Problem
     from optpipe_compiler.plan.budget import Budget
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents
@@ -83,7 +84,7 @@ class LeastMemory:
         if least is not None:
             self._refusal = Infeasible(
                 f"no schedule of slices or unequal lengths was found that fits --mem {show_bytes(cap)}: one microbatch "
-                f"at a time needs {least} bytes ({show_bytes(least)}) per device; raise --mem to {exact_cap(least)}",
+                f"at a time needs {least} bytes ({show_bytes(least)}) per device; {RAISE} {exact_cap(least)}",
                 least,
             )
         best: tuple[int, int, int, Attempt] | None = None
@@ -103,7 +104,9 @@ class LeastMemory:
                 best = peaks[worst], number, worst, attempt
         if best is not None and (least is None or best[0] <= least):
             needed, _, device, attempt = best
-            self._refusal = _refusal(needed, device, attempt, self.caps, is_smallest=self.is_smallest)
+            may_mix = needed > cap and _may_mix([attempt for _, attempt in whole], needed)
+            is_smallest = self.is_smallest and not may_mix
+            self._refusal = _refusal(needed, device, attempt, self.caps, is_smallest=is_smallest)
         incumbents.adopt()
         self._is_found = True
 
@@ -115,6 +118,28 @@ class LeastMemory:
 
 def _at_least(attempt: Attempt) -> int:
     return least_bytes(attempt.problem, attempt.fixed)
+
+
+def _may_mix(whole: list[Attempt], needed: int) -> bool:
+    """Whether less than `needed` may do where other devices have selective recompute.
+
+    Which of them do is tried by the cap (selective.py), and on some devices it takes more than it spares.
+    """
+    alike: dict[Layout, list[Attempt]] = {}
+    for attempt in whole:
+        alike.setdefault(replace(attempt.layout, selective=frozenset()), []).append(attempt)
+    for several in alike.values():
+        if any(attempt.layout.selective for attempt in several):
+            rows = [_least_of_devices(attempt) for attempt in several]
+            if max(map(min, zip(*rows, strict=True))) < needed:
+                return True
+    return False
+
+
+def _least_of_devices(attempt: Attempt) -> list[int]:
+    """Return the least bytes of each device, for one microbatch at a time, whatever the hosts have room for."""
+    problem = replace(attempt.problem, host_budget=None, hosts=())
+    return attempt.peaks(minimum.one_at_a_time(problem, attempt.fixed))[0]
 
 
 def _tried(incumbents: Incumbents, attempts: list[Attempt], cap_bytes: int) -> int | None:
@@ -166,7 +191,7 @@ def _refusal(needed: int, device: int, attempt: Attempt, caps: Caps, *, is_small
     if attempt.problem.hosts:
         host += " and the memory of the profile's hosts"
     named = attempt.layout.named(device)
-    enough = "the smallest --mem that would do is" if is_smallest else "raise --mem to"
+    enough = SMALLEST if is_smallest else RAISE
     if needed <= cap:
         return Infeasible(f"no schedule fits{host}: offloading needs more host memory; raise --host-mem or --mem")
     return Infeasible(
@@ -174,4 +199,5 @@ def _refusal(needed: int, device: int, attempt: Attempt, caps: Caps, *, is_small
         f"({show_bytes(needed - cap)}) short; {enough} {exact_cap(needed)} "
         f"({show_bytes(needed)}; {place})",
         needed,
+        is_smallest=is_smallest,
     )

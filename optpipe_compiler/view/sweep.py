@@ -10,7 +10,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import counted, exact_cap, printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.documents.units import (
+    RAISE,
+    SMALLEST,
+    counted,
+    exact_cap,
+    printable,
+    short_bytes,
+    show_bytes,
+    show_ns,
+)
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -179,8 +188,10 @@ def least_sentences(found: Sequence[LeastCap], sweep: Sweep) -> Iterator[str]:
 
 
 def enough(size: int, sweep: Sweep) -> str:
-    """Say which cap would do; that none below it would is known where nothing is cut into slices."""
-    said = "the smallest --mem that would do is" if sweep.slicing is None else "raise --mem to"
+    """Say which cap would do; that none below it would is known where nothing is cut into slices and no point says
+    otherwise."""
+    is_unsure = any(RAISE in point.reason for point in sweep.points if point.least_mem_bytes == size)
+    said = SMALLEST if sweep.slicing is None and not is_unsure else RAISE
     return f"{said} {exact_cap(size)} ({show_bytes(size)})"
 
 

@@ -130,7 +130,9 @@ function legendOf(letter) {
 
 // An op in the page's address, such as #2F0 or #forward:2:0, is gone to.
 function openAddress() {
-  const [op] = opsNamed(decodeURIComponent(location.hash.slice(1)));
+  let name = location.hash.slice(1);
+  try { name = decodeURIComponent(name); } catch { return; } // such as #%, which no op is called
+  const [op] = opsNamed(name);
   if (op) go(op);
 }
 

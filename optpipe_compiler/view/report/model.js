@@ -98,15 +98,15 @@ function textOf(op) {
 
 const everyOp = (chart) => chart.lanes.flatMap((lane) => Array.from(lane.kind, (_, index) => ({ chart, lane, index })));
 
-// The ops of this schedule that a text names: by id, by 2F0, or by F0, which are those of all stages.
+// The ops of this schedule that a text names: by id, by 2F0, or by F0, which are those of all stages. Without a slice or
+// layers those of all of them.
 function opsNamed(text) {
   const wanted = text.trim(), short = wanted.toUpperCase();
   if (!wanted) return [];
-  const hit = (name) => name === short || name.startsWith(`${short}:`) || (/^[A-Z]/.test(short) && isLast(name, short));
+  const begins = (name) => name === short || /^[.:]/.test(name.startsWith(short) ? name.slice(short.length) : "");
+  const hit = (name) => begins(name) || (/^[A-Z]/.test(short) && begins(name.replace(/^\d+/, "")));
   return everyOp(charts[0]).filter((op) => idOf(op) === wanted || hit(textOf(op)));
 }
-
-const isLast = (name, short) => name.split(":")[0].replace(/^\d+/, "") === short;
 
 // A number of so many digits, or of all before the point where these are more.
 const rounded = (value, digits) =>

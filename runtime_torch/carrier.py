@@ -52,7 +52,7 @@ class DirectCarrier:
         """D2H: copy to the host, empty the list, and free on the device what no one else holds."""
         pinned, sizes = self._device.type == "cuda", [storage.nbytes() for storage in storages]
         self._host_meter.count(sum(sizes))
-        there = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for nbytes in sizes]
+        there = [torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned) for nbytes in sizes]
         self._copy(there, [as_bytes(storage) for storage in storages])
         while storages:
             self._meter.release(storages.pop())

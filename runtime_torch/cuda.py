@@ -66,7 +66,7 @@ def pinned(nbytes: int) -> Tensor:
     """Return exactly `nbytes` of pinned memory; torch's own pinned allocator would round up to a power of two."""
     failed = f"{nbytes} bytes of pinned host memory, which the schedule's offloads need, cannot be had"
     try:
-        slab = torch.empty(nbytes, dtype=torch.uint8)
+        slab = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         raise RunFailed(failed) from error
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

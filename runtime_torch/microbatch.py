@@ -120,8 +120,13 @@ def takes(layer: nn.Module, name: Literal["target", "carry"]) -> bool:
 def parameters_of(layer: nn.Module) -> Mapping[str, inspect.Parameter]:
     """The parameters of a layer's `forward` as the model has it; they are looked up once."""
     if layer not in _parameters:
-        inner = inner_layer(layer)
-        _parameters[layer] = inspect.signature(engine.uncompiled(inner).forward).parameters
+        inner = engine.uncompiled(inner_layer(layer))
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise BadInput(
+                f"a layer is a {type(inner).__name__} of torch.jit, whose inputs cannot be told by name, expected the "
+                "module that was scripted or traced, or torch.compile of it"
+            )
+        _parameters[layer] = inspect.signature(inner.forward).parameters
     return _parameters[layer]
 
 

@@ -473,4 +473,4 @@ def check_output(out: Tensor, expected: Boundary | None, name: str, microbatch: 
 
 
 def _pageable(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

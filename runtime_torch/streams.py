@@ -72,7 +72,7 @@ class Backend:
 
     def empty(self, nbytes: int) -> UntypedStorage:
         """Device memory of the current stream's allocator."""
-        return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
     def copy(self, into: Tensor, of: Tensor) -> None:
         """Put a copy on the current stream."""

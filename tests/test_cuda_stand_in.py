@@ -191,7 +191,9 @@ def test_pinned_memory_is_registered_once_and_given_up_with_its_last_tensor(monk
         cudaHostUnregister=lambda address: calls.append(("unregister", address)),
     )
     monkeypatch.setattr(cuda.torch.cuda, "cudart", lambda: runtime)
-    slab = cuda.pinned(5000)
+    with torch.device("meta"):  # the default device of a loop
+        slab = cuda.pinned(5000)
+    assert slab.device.type == "cpu"
     address, part = slab.data_ptr(), slab[10:20]
     assert calls == [("register", address, 5000)]
     del slab

@@ -340,6 +340,17 @@ def test_views_and_shared_storages_are_counted_and_copied_once():
     assert (part.saved_bytes(0), part.host_meter.current_bytes) == (saved, 0)
 
 
+def test_copies_on_the_host_lie_there_whatever_the_default_device():
+    part = StageExecution([nn.Linear(4, 4)], 1, is_first=False, is_last=False, device="cpu")
+    x = torch.randn(2, 4)
+    with torch.device("meta"):  # as `torch.set_default_device("cuda")` of a loop
+        part.forward(0, x)
+        part.offload(0, (1, 2))
+        part.reload(0, (1, 2))
+        part.backward(0, x)
+    assert torch.equal(part.layers[0].weight.grad, x.T @ x)
+
+
 class CountingCarrier(DirectCarrier):
     """Notes the address of every storage that it moves."""
 

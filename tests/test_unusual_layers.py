@@ -288,6 +288,13 @@ def test_tensors_whose_bytes_cannot_be_counted_are_refused_in_a_sentence(alone, 
         assert_trains_as_in_a_loop(model(make, make))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(2, WIDTH))])
+def test_a_layer_of_torchscript_is_refused_in_a_sentence(alone, make):  # noqa: F811
+    with pytest.raises(BadInput, match=r"ule of torch.jit, .* expected the module that was scripted or traced"):
+        pipelined(model(lambda: make(nn.Linear(WIDTH, WIDTH)), nn.Identity), plan((0, 0)))
+
+
 def test_a_layer_in_tensor_parallelism_is_refused_in_a_sentence(alone):  # noqa: F811
     def parallel(layer):
         return parallelize_module(layer, init_device_mesh("cpu", (1,)), {"": ColwiseParallel()})

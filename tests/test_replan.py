@@ -28,7 +28,7 @@ from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study import beside
 from optpipe_compiler.view.replay import ReplayBar
 from optpipe_compiler.view.report import render
-from optpipe_compiler.view.report.trace import measured, swaps
+from optpipe_compiler.view.report.trace import measured
 from optpipe_torch.launch.job import Replanning
 from optpipe_torch.launch.run import run as launch
 from optpipe_torch.launch.trace import chrome_trace
@@ -620,7 +620,8 @@ def test_a_trace_tells_which_steps_ran_which_schedule(tmp_path):
 
 def test_the_report_of_a_trace_shows_the_swap(tmp_path):
     path, _, second = swapped(tmp_path)
-    page = render(second, measured=measured([path], second), swaps=swaps([path]))
+    ran = measured([path], second)
+    page = render(second, measured=ran, swaps=ran.swaps)
     assert "Swaps while the run went on" in page
     assert second.digest[:15] in page
     assert "9 ns to 8 ns" in page

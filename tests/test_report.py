@@ -456,6 +456,16 @@ def drawn(*arguments: str) -> tuple[list[dict], str, str]:
     return payload(page)["charts"], text(page), ended.stderr
 
 
+def test_a_trace_may_be_piped_in(folder):
+    reads, writes = os.pipe()
+    os.write(writes, json.dumps({"traceEvents": [event("PP:0F2", 100.0, 250.0)]}).encode())
+    os.close(writes)
+    ended = CliRunner().invoke(cli, ["report", "--trace", f"/dev/fd/{reads}", "-o", "r.html"], catch_exceptions=False)
+    os.close(reads)
+    assert ended.exit_code == 0
+    assert "Sums over the 1 of " in text(Path("r.html").read_text())
+
+
 def test_with_the_profile_the_best_baseline_of_each_kind_is_drawn_below(folder, schedule):
     (first, *below), words, said = drawn()
     assert first == payload(render(schedule))["charts"][0]

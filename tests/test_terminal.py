@@ -38,6 +38,14 @@ def test_a_table_folds_and_cuts_nothing_and_no_number(width):
     assert all(word in out for word in ("its", "paper", "says"))
 
 
+@pytest.mark.parametrize("kind", [str, Text])
+def test_a_number_in_a_table_stays_with_its_unit(kind):
+    table = Table("schedule", "peak", "host", box=None)
+    table.add_row(kind("gis-m-offload-1, as its paper says"), kind("20.00 GB"), kind("7 us"))
+    for width in range(12, 30):
+        assert "20.00 GB" in shown(table, width)
+
+
 def test_titles_of_columns_that_do_not_wrap_are_not_cut_either():
     table = Table(box=None)
     for title in ("device", "of cap"):

@@ -59,7 +59,7 @@ def report(
     from optpipe_compiler.documents.files import write_atomically
     from optpipe_compiler.view.progress import StatusLine
     from optpipe_compiler.view.report import render
-    from optpipe_compiler.view.report.trace import measured, swaps
+    from optpipe_compiler.view.report.trace import measured
 
     check_outputs(output, as_json=as_json)
     schedule = ir.load(schedule_path)
@@ -71,7 +71,7 @@ def report(
         below = list(_baselines(schedule, schedule_path, costs, wanted, steps.say)) if costs else []
         steps.say(f"drawing {len(below) + 1} schedules" if below else "drawing the schedule")
         names = [layer.name for layer in costs.expanded_layers()] if costs else ()
-        page = render(schedule, below, ran, swaps(traces), names)
+        page = render(schedule, below, ran, ran.swaps if ran else (), names)
         write_atomically(output, page)
     if as_json:
         say_json({"schedule": str(schedule_path), "report": str(output)})

@@ -59,8 +59,7 @@ class Terminal(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield what is shown."""
         if isinstance(renderable, Text):
-            renderable = renderable.copy()
-            renderable.plain = BEFORE_UNIT.sub(JOINER, renderable.plain)
+            renderable = _joined(renderable)
         if isinstance(renderable, Table):
             options = options or self.options
             options = options.update(width=max(options.max_width, self._fit(renderable, options)))
@@ -78,6 +77,7 @@ class Terminal(Console):
         widths, most = [], []
         for column in table.columns:
             column.overflow, column.no_wrap = "fold", False  # without wrapping even that cuts
+            column._cells = [_joined(cell) if isinstance(cell, Text) else cell for cell in column.cells]
             cells = [Measurement.get(self, wide, cell) for cell in (column.header, *column.cells)]
             longest = max(cell.maximum for cell in cells)
             words = max(min(cell.minimum, FOLDED) for cell in cells)
@@ -92,3 +92,10 @@ class Terminal(Console):
         for column, width in zip(table.columns, widths, strict=True):
             column.width = width
         return sum(widths) + len(widths) - 1
+
+
+def _joined(text: Text) -> Text:
+    """Return the text with its numbers and their units as words that are not broken."""
+    text = text.copy()
+    text.plain = BEFORE_UNIT.sub(JOINER, text.plain)
+    return text

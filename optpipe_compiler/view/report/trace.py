@@ -37,6 +37,8 @@ class Measured:
     """Those that were measured; None: all."""
     time_scales: tuple[float, ...] = ()
     """Other than 1, that times of a run were divided by."""
+    swaps: tuple[TraceSwap, ...] = ()
+    """What the traces tell of changes to other schedules, in order."""
 
     @property
     def end_ns(self) -> int:
@@ -64,11 +66,6 @@ class TraceSwap(msgspec.Struct, frozen=True):
     """Whether it went back to the schedule before the last swap."""
 
 
-def swaps(paths: Sequence[Path]) -> list[TraceSwap]:
-    """Return the swaps that traces tell of, in order."""
-    return sorted({swap for path in paths for swap in _swaps(path, traces.read(path))}, key=lambda swap: swap.step)
-
-
 def _swaps(path: Path, trace: Trace) -> list[TraceSwap]:
     return traces.said(path, trace.about.get("swaps", []), list[TraceSwap], "trace of optpipe run --replan")
 
@@ -94,11 +91,12 @@ def measured(paths: Sequence[Path], schedule: Schedule) -> Measured:
     """
     names = _names(schedule)
     found: dict[str, tuple[int, Span, int]] = {}
-    scales = set()
+    scales, changes = set(), set()
     for clock, path in enumerate(paths):
         before = len(found)
         trace = traces.read(path)
         swaps = _swaps(path, trace)
+        changes |= {*swaps}
         steps = _steps_of(schedule.digest, swaps)
         about = None
         if trace.about.get("format") == traces.FORMAT:
@@ -116,7 +114,10 @@ def measured(paths: Sequence[Path], schedule: Schedule) -> Measured:
     ran_last = _aligned(found, schedule)
     devices = sorted({device.device for device in schedule.devices if any(op.id in ran_last for op in device.ops)})
     return Measured(
-        ran_last, tuple(devices) if len(devices) < len(schedule.devices) else None, tuple(sorted(scales - {1.0}))
+        ran_last,
+        tuple(devices) if len(devices) < len(schedule.devices) else None,
+        tuple(sorted(scales - {1.0})),
+        tuple(sorted(changes, key=lambda swap: swap.step)),
     )
 
 

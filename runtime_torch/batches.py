@@ -74,13 +74,12 @@ class Batches:
         self._bundles = bundles
         self._inputs = bundles[0] if bundles else None
         self._announced = self._inputs.samples if self._inputs else None
-        """The samples of a whole microbatch; where nobody said, those of the first step that came through."""
+        """The samples of a whole microbatch; where nobody said, those of the first step."""
         self._sizes: list[int] = []
         self._rows = _rows_in(self._inputs.parts, self._announced) if self._inputs and self._announced else {}
-        """Of each input, and of the target once a step had one: how many entries of its first dimension a sample
-        has."""
-        self._found: dict[str, int] = {}
-        """The same of what is new in the latest batch."""
+        """Of each input, and of the target once there was one: how many entries of its first dimension a sample has."""
+        self._known: tuple[int | None, dict[str, int]] = self._announced, self._rows
+        """Both as they were before the latest batch."""
 
     def go_on_from(self, other: Batches) -> None:
         """Expect batches as another division of the same schedule's size did."""
@@ -117,6 +116,7 @@ class Batches:
 
         What is wrong on any rank, as a `problem` found before, is raised on all. Also returned: whether any `asks`.
         """
+        self._known = self._announced, dict(self._rows)
         given: list[Tensor] = []
         own: list[float] | None = None
         call = "eval()" if forward_only else "step()"
@@ -143,11 +143,9 @@ class Batches:
         assert batch is not None
         return batch, any_asks
 
-    def keep(self) -> None:
-        """The step that was cut last has come through its trial: later batches are held against it."""
-        self._rows |= self._found
-        if self._announced is None:
-            self._announced = self._sizes[0]
+    def forget(self) -> None:
+        """The batch that was cut last was refused by a layer: it says nothing of later ones."""
+        self._announced, self._rows = self._known
 
     def cut_all(self, inputs: Sequence[Tensor], target: Tensor) -> Batch:
         """Cut a step's batch for a device that runs without the others, and so agrees with nobody."""
@@ -159,7 +157,6 @@ class Batches:
         self, given: Sequence[Tensor], target: Tensor | None, microbatches: Sequence[Microbatch], *, whole: bool
     ) -> Batch:
         """Cut this rank's part into the microbatches, and these, unless they are `whole`, into their units."""
-        self._found = {}
         inputs = [self._split(tensor, f"input {index}") for index, tensor in enumerate(given)]
         targets = self._split(target, "the target") if target is not None and self._gets_target else None
         self._units = [(number, None) for number in range(len(self._sizes))]
@@ -279,7 +276,9 @@ class Batches:
             )
         small, larger = divmod(samples, count)
         sizes = [small + 1] * larger + [small] * (count - larger)
-        if self._announced is not None and sizes[0] > self._announced:
+        if self._announced is None and not forward_only:
+            self._announced = sizes[0]
+        if sizes[0] > (self._announced or sizes[0]):
             raise BadInput(
                 f"a batch has {counted(samples, 'sample')} in {counted(count, 'microbatch')}, expected at most "
                 f"{self._announced} in each: the promised memory is for these"
@@ -315,9 +314,9 @@ class Batches:
         return own
 
     def _split(self, tensor: Tensor, name: str) -> Sequence[Tensor]:
-        """Cut along the first dimension, which has as many rows for each sample as in the first step."""
+        """Cut along the first dimension, which has as many rows for each sample as in the first batch."""
         samples = sum(self._sizes)
-        rows = self._rows.get(name) or self._found.setdefault(name, max(1, len(tensor) // samples))
+        rows = self._rows.setdefault(name, max(1, len(tensor) // samples))
         if len(tensor) != rows * samples:
             raise BadInput(
                 f"{name} has the shape {tuple(tensor.shape)}, expected {rows * samples} in its first dimension for the "

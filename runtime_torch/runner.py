@@ -141,8 +141,8 @@ class Runner:
                     for part in self._parts():
                         part.leave()
                     self._stages.ties.give_back()
+                    self._batches.forget()
                     raise
-        self._batches.keep()
         with self._in_one_piece():
             with self._on_all("step()"):
                 result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)

@@ -486,6 +486,8 @@ def test_an_own_heuristic_may_offload_recompute_and_win(registry):
         ([["0F0"], None], "bad returns None for device 1, expected a list of ops"),
         ([[0, 1], [2, 3]], "bad has 0 on device 0, expected an op such as '2F0'"),
         (["0F0 0X0", ""], "bad has '0X0' on device 0, expected an op such as '2F0'"),
+        (["0F0 0D0:0-1 0B0", "1F0 1B0"], "bad has '0D0:0-1' on device 0, expected no layers and no slice"),
+        (["0F0.0 0B0.0", "1F0 1B0"], "bad has '0F0.0' on device 0, expected no layers and no slice"),
         (["0F0 0B0", "0F1"], "bad has '0F1' on device 1, expected stages 1 and microbatches 0 to 1"),
         (["0F0 0B0 0F1 0B1", "1F0 1B0 1F1"], "bad has 1F1 of stage 1 and microbatch 1, expected F once, and B once"),
         (["0F0 0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"], "bad has 0F0 0F0 0B0 of stage 0 and microbatch 0"),

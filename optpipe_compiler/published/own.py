@@ -70,6 +70,8 @@ def _task(name: str, text: str, device: int, problem: Problem) -> Task:
         raise BadInput(f"{name} has {text!r} on device {device}, expected an op such as '2F0'") from error
     if task.kind is Kind.H:
         raise BadInput(f"{name} has {text!r} on device {device}, expected none: an activation with D is reloaded, too")
+    if op.layers is not None or op.slice is not None:
+        raise BadInput(f"{name} has {text!r} on device {device}, expected no layers and no slice: of whole stages")
     mine = problem.stages_of(device)
     if task.stage not in mine or task.microbatch >= problem.microbatches:
         raise BadInput(

@@ -24,6 +24,7 @@ def primus_order(text: str, problem: Problem) -> list[list[str]]:
     """
     from optpipe_compiler.export import primus
 
+    checked("text", text, "str")
     printed, asked = primus.size(text), (problem.devices, problem.microbatches)
     if all(printed) and printed != asked:
         raise NotDefined("the table has {} ranks and {} microbatches, not {} and {}".format(*printed, *asked))

@@ -387,6 +387,7 @@ def torn():
         ),
         (lambda: optpipe.schedule(5)(list), optpipe.BadInput, "name is 5, expected a text"),
         (lambda: optpipe.schedule("x")(5), optpipe.BadInput, "the schedule is 5, expected a function"),
+        (lambda: optpipe.primus_order(Path("a.log"), None), optpipe.BadInput, "text is .*a.log.*, expected a text"),
         (lambda: optpipe.bounds(torn(), GB), optpipe.BadInput, TORN),
     ],
 )

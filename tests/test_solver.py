@@ -538,3 +538,14 @@ def test_placements_are_searched_whole_as_far_as_that_may_raise_what_is_proven_o
     exact.exact(incumbents, SimpleNamespace(left=lambda: 100.0))
     assert [name for name, _ in searched] == ["best", "c"]
     assert polished == ["best"]
+
+
+@pytest.mark.parametrize("seed", [2**31, 10**20, -1])
+def test_any_whole_number_is_a_seed_of_the_exact_search(seed):
+    """CP-SAT takes 32 bits: with more the search was left out, and a note said that it had died."""
+    events: list[SearchEvent] = []
+    tiny = problem(2, 2, 20)
+    solve(
+        Request(start(tiny, "makespan"), Limits("makespan", 20, seed=seed, workers=1, reproducible=True)), events.append
+    )
+    assert (events[-1].kind, events[-1].text) == ("end", "OPTIMAL")

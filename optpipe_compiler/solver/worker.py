@@ -90,7 +90,7 @@ def build(request: Request) -> tuple[cp_model.CpModel, Callable[[Callable[..., i
 def configure(solver: cp_model.CpSolver, request: Request) -> None:
     """Set the search's parameters."""
     p, limits = solver.parameters, request.limits
-    p.random_seed = limits.seed
+    p.random_seed = limits.seed % 2**31  # of 32 bits, with a sign
     p.num_workers = 1 if limits.reproducible else limits.workers
     p.ignore_subsolvers.append("variables_shaving")  # cannot be interrupted in 9.15
     p.catch_sigint_signal = False

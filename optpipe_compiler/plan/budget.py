@@ -19,8 +19,9 @@ SPARE_S_PER_TASK = 2e-5
 STEPS, STEPS_NS = 20_000, 6_000_000
 """Steps of a loop, and the time in which a machine does them that takes as long as these constants say. By `python -m
 bench.limits` plans of 2 s are 0.3 % shorter in the mean where it takes 3 ms."""
-FEW_TASKS = 40_000
-"""Tasks up to which that counts: of more the caches hold less, and 262,144 took 79 us each on a machine of 3 ms."""
+FEW_TASKS = 70_000
+"""Tasks up to which that counts: of more the caches hold less, and 262,144 took 79 us each on a machine of 3 ms. With
+40,000 plans of 20 s for 32 devices are 0.4 % longer in the mean (four runs of docs/LIMITS.md's two cases)."""
 
 
 class Budget:

@@ -36,6 +36,7 @@ from optpipe_compiler.machine.state import (
     R,
     W,
     machine,
+    next_touched,
     op,
     packed,
     push,
@@ -78,12 +79,12 @@ def follow(x: MachineState, o: Orders) -> int:
         o.rows[row, 2] = o.rows[row, 0]
     for d in range(x.devices.shape[0]):
         x.devices[d].remaining = NONE
-    now, devices = 0, x.devices
+    now = 0
     while True:
-        for d in range(devices.shape[0]):
-            if devices[d].touched:
-                devices[d].touched = 0
-                _start_all(x, o, now, d)
+        d = next_touched(x)
+        while d != NONE:
+            _start_all(x, o, now, d)
+            d = next_touched(x)
         if x.counts[EVENTS] == 0:
             started: int = x.counts[OPS]
             return started
@@ -201,11 +202,14 @@ def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
     devices = x.devices.shape[0]
     for d in range(devices):
         x.devices[d].remaining = NONE  # the place of the device's last op; `opening`: the highest level then
-    for place in range(sequence.size):
-        kind, s, m = op(sequence[place])
-        now = ticks[kind, s, m]
+    for place in range(sequence.size + 1):
+        is_over = place == sequence.size
+        kind, s, m = op(sequence[0 if is_over else place])
+        now = NEVER if is_over else ticks[kind, s, m]
         while x.counts[EVENTS] and x.events[0].time <= now:
             next_moment(x)
+        if is_over:
+            break
         device = x.devices[x.stages[s].device]
         if kind == D:
             device.host -= x.costs[sort(x, m), s, MOVED]
@@ -219,8 +223,6 @@ def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
         if kind != D:
             levels[place] = device.held + device.mail
             device.remaining, device.opening = place, device.high
-    while x.counts[EVENTS]:
-        next_moment(x)
     for d in range(devices):
         _close(x.devices[d], levels)
 

@@ -16,7 +16,9 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from llvmlite import ir
 from numba import config, njit, version_info
+from numba.extending import intrinsic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER: dict[str, Any] = {"forceinline": True, "no_cpython_wrapper": True}
+_CALLED: dict[str, Any] = {"no_cpython_wrapper": True}
+_INNER: dict[str, Any] = _CALLED | {"forceinline": True}
 _KNOWN = (0, 62) <= version_info.short < (0, 69)
 """Whether this numba compiles as `inlined` expects; others do it in their own way, which takes longer."""
 _SETTING = Lock()
@@ -44,6 +47,18 @@ views = cast("Callable[[Arrays], Arrays]", _views)
 """Make of a named tuple of arrays what functions of the machine pass to each other."""
 
 
+@intrinsic
+def _lowest_bit(_: Any, word: Any) -> Any:
+    def generate(_: Any, builder: Any, sig: Any, given: Any) -> Any:
+        return builder.cttz(given[0], ir.Constant(ir.IntType(1), True))
+
+    return word(word), generate
+
+
+lowest_bit = cast("Callable[[int], int]", _lowest_bit)
+"""Return the place of the lowest bit of an integer that is not 0."""
+
+
 def compiled(function: Function) -> Function:
     """Compile a function of the machine that only compiled functions call; it is inlined there.
 
@@ -52,6 +67,12 @@ def compiled(function: Function) -> Function:
     thirds.
     """
     one = njit(**_OPTIONS, **_INNER)(function)
+    return cast("Function", once(one) if _KNOWN else one)
+
+
+def called(function: Function) -> Function:
+    """Compile a function of the machine that many places call, and that is not worth being inlined in each."""
+    one = njit(**_OPTIONS, **_CALLED)(function)
     return cast("Function", once(one) if _KNOWN else one)
 
 

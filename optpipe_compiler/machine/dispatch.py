@@ -35,7 +35,6 @@ from optpipe_compiler.machine.state import (
     RESTORED,
     SAVED,
     TAKEN,
-    WAKE,
     B,
     D,
     F,
@@ -46,8 +45,10 @@ from optpipe_compiler.machine.state import (
     activation,
     back,
     code,
-    push,
+    next_touched,
     sort,
+    touch,
+    touch_later,
 )
 
 if TYPE_CHECKING:
@@ -68,18 +69,20 @@ def play(x: MachineState, is_span: bool, cutoff: int) -> tuple[int, int, int]:
     or the longest span in ticks, ops started).
     """
     _begin(x)
-    now, devices = 0, x.devices
-    while True:
-        for d in range(devices.shape[0]):
-            if devices[d].touched:
-                devices[d].touched = 0
-                if devices[d].link != NONE:
-                    _start_transfers(x, now, devices[d].link)
-                if is_idle(x, now, d) and not _start_next(x, now, d, is_span, cutoff):
-                    return LATE, 0, x.counts[OPS]
-        if x.counts[EVENTS] == 0:
-            break
-        now = next_moment(x)
+    now, is_over = 0, False
+    while not is_over:
+        d = next_touched(x)
+        while d != NONE:
+            if x.devices[d].link != NONE:
+                _start_transfers(x, now, x.devices[d].link)
+            if is_idle(x, now, d) and not _start_next(x, now, d, is_span, cutoff):
+                return LATE, 0, x.counts[OPS]
+            d = next_touched(x)
+        are_called = touch_later(x)
+        if x.counts[EVENTS] and (not are_called or x.events[0].time == now):
+            now = next_moment(x)
+        else:
+            is_over = not are_called
     return _result(x, is_span)
 
 
@@ -219,9 +222,10 @@ def _yields(x: MachineState, now: int, d: int, s: int, m: int, room: int) -> boo
     the device has no room for both, one that `waits` where the input comes before the forward of (s, m) would be over:
     the sooner a microbatch is through, the sooner its backwards begin.
     """
-    stage, row, rank = x.stages[s], x.costs[sort(x, m), s], x.acts[s, m].forward
+    stage = x.stages[s]
     if not (stage.holds or stage.waits):
         return False
+    row, rank = x.costs[sort(x, m), s], x.acts[s, m].forward
     other = x.devices[d].first_stage
     while other != NONE:
         first = x.stages[other].begun_f
@@ -308,10 +312,13 @@ def _call(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     if not is_last and kind != B and kind != I:
         return
     for distance in range(1, min(s, FARTHEST) + 1):
-        stage, mode = x.stages[s - distance], x.acts[s - distance, m].mode
+        stage = x.stages[s - distance]
+        if not is_last and stage.reloaded_before != distance and stage.recomputed_before != distance:
+            continue
+        mode = x.acts[s - distance, m].mode
         before = stage.reloaded_before if mode == OFFLOAD else stage.recomputed_before
         if before == distance or (is_last and before > distance):
-            push(x, now, WAKE, s - distance, 0)
+            touch(x, stage.device, 1)
 
 
 # -- transfers

@@ -52,6 +52,7 @@ from optpipe_compiler.machine.state import (
     pop,
     push,
     sort,
+    touch,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def reset(x: MachineState) -> None:
             act.input = NEVER if s else 0
             act.gradient = NEVER
             act.check = act.where = 0
+    for place in range(x.touched.size):
+        x.touched.flat[place] = 0
     for link in range(x.links.shape[0]):
         x.links[link].d_stage = x.links[link].h_stage = NONE
         x.links[link].waiting = 0
@@ -83,7 +86,7 @@ def reset(x: MachineState) -> None:
         device.held = device.mail = device.leaving = device.high = device.peak = 0
         device.busy = device.ahead = device.free = device.next = 0
         device.first = device.kind = device.moment = NONE
-        device.touched = 1
+        touch(x, d, 0)
         device.back = device.finished = device.first_place
         device.opening = device.last_place - device.first_place
         device.host = device.host_budget
@@ -96,7 +99,7 @@ def next_moment(x: MachineState) -> int:
     while x.counts[EVENTS] and x.events[0].time == now:
         kind, s, m = pop(x)
         if kind == WAKE:
-            x.devices[x.stages[s].device].touched = 1
+            touch(x, x.stages[s].device, 0)
         elif kind >= ACTIVATION:
             receive_all(x, now)
             arrive(x, now, kind - ACTIVATION, s, m)
@@ -176,7 +179,8 @@ def complete(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     """A compute op has completed: it gives its memory back and hands its result on."""
     stage, act, row = x.stages[s], x.acts[s, m], x.costs[sort(x, m), s]
     device = x.devices[stage.device]
-    device.busy, device.touched = 0, 1
+    device.busy = 0
+    touch(x, stage.device, 0)
     device.free = now + (row[BUSY] if kind == F and act.mode == OFFLOAD else 0)
     device.held -= row[GIVEN + (7 if act.mode == RECOMPUTE else 0) + kind]
     if kind == R:
@@ -250,10 +254,9 @@ def receive_all(x: MachineState, now: int) -> None:
 @compiled
 def arrive(x: MachineState, now: int, way: int, s: int, m: int) -> None:
     """A message of stage s has arrived."""
-    sender = x.devices[x.stages[s].device]
-    deliver(sender, now, x.costs[sort(x, m), s, MESSAGE + way])
-    sender.touched = 1
-    x.devices[x.stages[s - 1 if way else s + 1].device].touched = 1
+    deliver(x.devices[x.stages[s].device], now, x.costs[sort(x, m), s, MESSAGE + way])
+    touch(x, x.stages[s].device, 0)
+    touch(x, x.stages[s - 1 if way else s + 1].device, 0)
 
 
 @compiled
@@ -330,5 +333,5 @@ def transferred(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
         device.host += moved
     d = link.first_behind
     while d != NONE:
-        x.devices[d].touched = 1
+        touch(x, d, 0)
         d = x.devices[d].next_behind

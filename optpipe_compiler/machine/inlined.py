@@ -6,8 +6,10 @@ This uses what numba does not promise to keep (libraries of code) beside what it
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from llvmlite import binding
 from numba import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
@@ -15,6 +17,8 @@ from numba.core.compiler_machinery import LoweringPass, register_pass
 from numba.core.typed_passes import AnnotateTypes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numba.core.types import Type
 
 NEEDLESS = frozenset(
@@ -22,6 +26,7 @@ NEEDLESS = frozenset(
         *("WithLifting", "InlineClosureLikes", "MakeFunctionToJitFunction", "InlineInlinables", "InlineOverloads"),
         *("DeadBranchPrune", "RewriteSemanticConstants", "RewriteDynamicRaises", "NopythonRewrites"),
         *("FindLiterallyCalls", "LiteralUnroll", "LiteralPropagationSubPipelinePass"),
+        "IRLegalization",
     )
 )
 """Passes of numba for what the machine does not use: closures, exceptions, arrays as a whole, arguments that are
@@ -31,16 +36,17 @@ compiled anew for each value."""
 class _Library(JITCodeLibrary):
     """Code that is optimised once, as a whole; numba does so function by function, and twice each time.
 
-    More than LLVM's first level of optimisation, or vectors, do not make the machine faster.
+    More than LLVM's first level of optimisation, vectors or unrolled loops do not make the machine faster.
     """
 
     def _optimize_functions(self, module: Any) -> None:
         module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
-        manager = self._codegen._module_pass_manager
-        passes, builder = manager(opt=1, loop_vectorize=False, slp_vectorize=False)  # type: ignore[no-untyped-call]
-        passes.run(self._final_module, builder)
+        options = binding.create_pipeline_tuning_options(speed_level=1)
+        options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
+        builder = binding.create_pass_builder(self._codegen._tm, options)
+        builder.getModulePassManager().run(self._final_module, builder)
 
     def finalize(self) -> None:
         """Link all that is called, by what is inlined, too, and make machine code of it."""
@@ -93,14 +99,42 @@ class _OwnLibrary(LoweringPass):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def run_pass(self, state: Any) -> bool:
-        library: Any = _Inlined if state.flags.forceinline else _Library
+        library: Any = _Inlined if state.flags.no_cpython_wrapper else _Library
         state.library = library(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()
         return True
 
 
+@contextmanager
+def _asked_once() -> Iterator[None]:
+    """Let numba look up what a call of its own functions is, with arguments of these types, once.
+
+    The machine adds and compares integers thousands of times, and numba tries all that it knows of each.
+    """
+    builtin: Any = types.Function
+    ask, known = builtin.get_call_type, {}
+
+    def remembered(function: Any, context: Any, args: tuple[Type, ...], kws: dict[str, Type]) -> Any:
+        call = function, args, tuple(kws.items())
+        if call not in known:
+            known[call] = ask(function, context, args, kws)
+        return known[call]
+
+    builtin.get_call_type = remembered
+    try:
+        yield
+    finally:
+        del builtin.get_call_type
+
+
 class Pipeline(CompilerBase):
     """How functions of the machine are compiled."""
+
+    def compile_extra(self, function: Any) -> Any:
+        """Compile a function, and those that it calls."""
+        is_inner = "get_call_type" in vars(types.Function)
+        with nullcontext() if is_inner else _asked_once():
+            return super().compile_extra(function)  # type: ignore[no-untyped-call]
 
     def define_pipelines(self) -> list[Any]:
         """Return numba's passes without the needless ones, and with libraries of our own."""

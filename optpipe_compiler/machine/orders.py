@@ -36,6 +36,7 @@ from optpipe_compiler.machine.state import (
     R,
     W,
     machine,
+    next_touched,
     op,
     packed,
     push,
@@ -66,28 +67,50 @@ class Orders(NamedTuple):
     """[row, (first, end, next)] places in `codes`; next is the first op that has not started, while it runs."""
 
 
-# -- a given order
+class Given(NamedTuple):
+    """Ops at given times."""
+
+    sequence: Ints
+    """Their codes, in planned order."""
+    ticks: Ints
+    """[k, s, m] when they start."""
+    levels: Ints
+    """By op, to be filled in: the most units that its device holds from its start to that of the device's next one."""
 
 
 @entry
-def follow(x: MachineState, o: Orders) -> int:
-    """Run the order at its earliest; return how many ops have started, all if it does not get stuck."""
-    x, o = views(x), views(o)
+def run(x: MachineState, o: Orders, given: Given) -> int:
+    """Run an order at its earliest, or the ops of `given`, where there are any, at their times, memory not minded.
+
+    Returns how many ops have started, all if the order does not get stuck. The machine is compiled once for both.
+    """
+    x, o, given = views(x), views(o), views(given)
     reset(x)
     for row in range(o.rows.shape[0]):
         o.rows[row, 2] = o.rows[row, 0]
     for d in range(x.devices.shape[0]):
         x.devices[d].remaining = NONE
-    now, devices = 0, x.devices
+    now = place = 0
     while True:
-        for d in range(devices.shape[0]):
-            if devices[d].touched:
-                devices[d].touched = 0
+        if given.sequence.size:
+            while place < given.sequence.size and _is_next(x, given, place):
+                _start_given(x, given, place)
+                place += 1
+        else:
+            d = next_touched(x)
+            while d != NONE:
                 _start_all(x, o, now, d)
+                d = next_touched(x)
         if x.counts[EVENTS] == 0:
-            started: int = x.counts[OPS]
-            return started
+            break
         now = next_moment(x)
+    for d in range(x.devices.shape[0] if given.sequence.size else 0):
+        _close(x.devices[d], given)
+    started: int = x.counts[OPS]
+    return started
+
+
+# -- a given order
 
 
 @compiled
@@ -190,49 +213,44 @@ def _has_started(x: MachineState, code: int) -> bool:
 # -- given times
 
 
-@entry
-def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
-    """Run the ops of `sequence` (codes, in planned order) at `ticks` [k, s, m]; memory is counted, not minded.
-
-    `levels` gets the most units that the op's device holds from its start to that of the device's next one.
-    """
-    x = views(x)
-    reset(x)
-    devices = x.devices.shape[0]
-    for d in range(devices):
-        x.devices[d].remaining = NONE  # the place of the device's last op; `opening`: the highest level then
-    for place in range(sequence.size):
-        kind, s, m = op(sequence[place])
-        now = ticks[kind, s, m]
-        while x.counts[EVENTS] and x.events[0].time <= now:
-            next_moment(x)
-        device = x.devices[x.stages[s].device]
-        if kind == D:
-            device.host -= x.costs[sort(x, m), s, MOVED]
-            device.host_budget = min(device.host_budget, device.host)
-        else:
-            _close(device, levels)
-        if kind < D:
-            begin(x, now, kind, s, m)
-        else:
-            begin_transfer(x, now, kind, s, m)
-        if kind != D:
-            levels[place] = device.held + device.mail
-            device.remaining, device.opening = place, device.high
-    while x.counts[EVENTS]:
-        next_moment(x)
-    for d in range(devices):
-        _close(x.devices[d], levels)
+@compiled
+def _is_next(x: MachineState, given: Given, place: int) -> bool:
+    """Whether the op at this place of the sequence starts before anything else happens."""
+    kind, s, m = op(given.sequence[place])
+    is_next: bool = x.counts[EVENTS] == 0 or given.ticks[kind, s, m] < x.events[0].time
+    return is_next
 
 
 @compiled
-def _close(device: DeviceRecord, levels: Ints) -> None:
+def _start_given(x: MachineState, given: Given, place: int) -> None:
+    """Start an op. Of a device, `remaining` is the place of its last op and `opening` the highest level then."""
+    kind, s, m = op(given.sequence[place])
+    now, device = given.ticks[kind, s, m], x.devices[x.stages[s].device]
+    if kind == D:
+        device.host -= x.costs[sort(x, m), s, MOVED]
+        device.host_budget = min(device.host_budget, device.host)
+    else:
+        _close(device, given)
+    if kind < D:
+        begin(x, now, kind, s, m)
+    else:
+        begin_transfer(x, now, kind, s, m)
+    if kind != D:
+        given.levels[place] = device.held + device.mail
+        device.remaining, device.opening = place, device.high
+
+
+@compiled
+def _close(device: DeviceRecord, given: Given) -> None:
     """Add what messages came to, if that was more, since the device's last op began."""
     if device.remaining != NONE:
-        levels[device.remaining] += max(0, device.high - device.opening)
+        given.levels[device.remaining] += max(0, device.high - device.opening)
 
 
 # -- from plans and schedules to arrays and back
+
+_NO_ORDERS = Orders(np.zeros(0, np.int64), np.zeros((0, 3), np.int64))
+_NOTHING_GIVEN = Given(np.zeros(0, np.int64), np.zeros((0, 0, 0), np.int64), np.zeros(0, np.int64))
 
 
 class Held(NamedTuple):
@@ -285,7 +303,7 @@ def held(schedule: Schedule) -> Held:
     _set_modes(x, columns.kind, columns.stage, columns.microbatch)
     levels = np.zeros(len(columns.kind), np.int64)
     codes = packed(columns.kind, columns.stage, columns.microbatch)
-    hold(x, codes[schedule.rows], schedule.ticks, levels)
+    run(x, _NO_ORDERS, Given(codes[schedule.rows], np.ascontiguousarray(schedule.ticks), levels))
     return Held(x.devices["peak"].tolist(), (-x.devices["host_budget"]).tolist(), levels)
 
 
@@ -300,7 +318,7 @@ def _followed(problem: Problem, x: MachineState, o: Orders, method: str) -> Sche
     _set_modes(x, kind, stage, microbatch)
     x.devices["reserve"] = 0
     for _ in range(TRIES):
-        begun = follow(x, o)
+        begun = run(x, o, _NOTHING_GIVEN)
         if begun < count:
             raise Stuck(f"{count - begun} of {count} tasks never start")
         excess = x.devices["peak"] - x.devices["budget"]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.machine.compiled import compiled
+from optpipe_compiler.machine.compiled import called, compiled, lowest_bit
 from optpipe_compiler.model.memory import op_memory
 from optpipe_compiler.model.problem import DURATIONS, SIZES, Problem
 from optpipe_compiler.model.schedule import Kind, classes, lengths
@@ -109,8 +109,6 @@ class DeviceRecord:
     host: int
     """Units of host memory that are free."""
     busy: int
-    touched: int
-    """Whether something happened that may let an op start."""
     remaining: int
     """Ticks of compute ops that have not begun."""
     enough: int
@@ -248,6 +246,9 @@ class MachineState(NamedTuple):
     """[s x m] codes of activations, device by device, in the order of their backwards' ranks."""
     events: Records[EventRecord]
     """A binary heap."""
+    touched: Ints
+    """[moment, word] sets of devices, each a bit of a word: something happened that may let an op start, at this moment
+    (0), or once all that happens at it has happened (1)."""
     counts: Ints
 
 
@@ -268,7 +269,8 @@ def machine(problem: Problem) -> MachineState:
         acts=_records(ActivationRecord, (count, microbatches)),
         starts=np.empty((7, count, microbatches), np.int64),
         order=np.zeros(count * microbatches, np.int64),
-        events=_records(EventRecord, (4 + FARTHEST) * len(devices) + 4 * len(links) + 2 * count * microbatches),
+        events=_records(EventRecord, 4 * len(devices) + 4 * len(links) + 2 * count * microbatches),
+        touched=np.zeros((2, len(devices) // 64 + 1), np.int64),
         counts=np.zeros(BOX + len(devices), np.int64),
     )
 
@@ -370,16 +372,51 @@ def activation(which: int) -> tuple[int, int]:
 
 @compiled
 def below(x: MachineState, count: int) -> int:
+    """Return a number of 0 to count - 1 at random."""
+    return _drawn(x.counts, count)
+
+
+@called
+def _drawn(counts: Ints, count: int) -> int:
     """Return a number of 0 to count - 1 at random (SplitMix64: Steele, Lea and Flood, 2014).
 
     numba has numpy's generators, whose numbers may be others with another version of either, and plans with them.
     """
-    x.counts[RANDOM] += -0x61C8864680B583EB
-    mixed = x.counts[RANDOM]
+    counts[RANDOM] += -0x61C8864680B583EB
+    mixed = counts[RANDOM]
     mixed = (mixed ^ (mixed >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ (mixed >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
     drawn: int = (mixed >> 20 & (1 << 40) - 1) % count
     return drawn
+
+
+@compiled
+def touch(x: MachineState, d: int, later: int) -> None:
+    """Let a device be looked at, at this moment (0) or after it (1)."""
+    x.touched[later, d >> 6] |= 1 << (d & 63)
+
+
+@compiled
+def next_touched(x: MachineState) -> int:
+    """Take the first of the devices to be looked at now; NONE without any."""
+    for word in range(x.touched.shape[1]):
+        some = x.touched[0, word]
+        if some:
+            x.touched[0, word] = some & (some - 1)
+            return word << 6 | lowest_bit(some)
+    return NONE
+
+
+@compiled
+def touch_later(x: MachineState) -> bool:
+    """Let those that were to be looked at after this moment be looked at now; return whether there are any."""
+    is_any = False
+    for word in range(x.touched.shape[1]):
+        if x.touched[1, word]:
+            is_any = True
+            x.touched[0, word] |= x.touched[1, word]
+            x.touched[1, word] = 0
+    return is_any
 
 
 @compiled

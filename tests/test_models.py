@@ -250,6 +250,26 @@ def test_layers_that_cost_otherwise_by_what_torch_does_not_print_are_not_of_one_
     assert first == second != last
 
 
+@pytest.mark.parametrize(
+    "values",
+    [(128, 256, 512, 1024), (8, 16, 24, 32), (1.0, 2.0, 1.0, 2.0), ((8, 0), (16, 0), (24, 0), (32, 0))],
+    ids=str,
+)
+def test_windows_and_capacities_make_layers_unlike(monkeypatch, values):
+    """A number that is another one in each layer was taken for its own, a fraction for a rate; tuples did not count."""
+    module = ModuleType("optpipe_test_windows")
+    module.layers = lambda: [  # type: ignore[attr-defined]
+        nn.Embedding(256, 12),
+        Unlike(0),
+        *(Unlike(number, limit=value) for number, value in enumerate(values, 1)),
+        Scorer(12),
+    ]
+    monkeypatch.setitem(sys.modules, "optpipe_test_windows", module)
+    user_functions.allow("optpipe_test_windows:layers")
+    model = msgspec.structs.replace(SMALL, builder="optpipe_test_windows:layers", config={})
+    assert len(set(models.layer_names(model)[2:-1])) == len(set(values))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_numbers_of_layers_do_not_make_them_unlike(monkeypatch, count):
     module = ModuleType("optpipe_test_numbers")

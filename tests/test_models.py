@@ -533,3 +533,33 @@ def test_layers_that_pass_several_tensors_along_are_known_by_all_of_them():
     carried = 4 * (2 * 12 * 4) + 8 * (2 * 12) + 2 * 12 * 12
     assert models.bundles(model)[1].boundary == ((carried // 4,), torch.float32)
     assert models.layer_names(model) == ["Words", *["Attention"] * 3, "Guess"]
+
+
+def test_a_users_function_is_called_again_only_where_its_layers_are_in_use(monkeypatch):
+    """Each question called it, which is slow where it loads weights."""
+    calls = []
+    module = ModuleType("optpipe_test_calls")
+
+    def layers() -> list[Any]:
+        calls.append(len(calls))
+        return [nn.Embedding(256, 12), nn.Linear(12, 12), Scorer(12)]
+
+    module.layers = layers  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "optpipe_test_calls", module)
+    user_functions.allow("optpipe_test_calls:layers")
+    model = msgspec.structs.replace(SMALL, builder="optpipe_test_calls:layers", config={})
+    with models.called_seldom():
+        assert len(models.layer_names(model)) == models.layer_count(model) == len(models.parameter_bytes(model))
+        models.first_trained(model), models.tied_layers(model), models.bundles(model), models.batches(model, b"")
+        assert calls == [0]
+        first = models.build(model)
+        assert calls == [0]
+        assert torch.equal(first[1].weight, models.build(model)[1].weight)
+        assert calls == [0, 1]
+        nn.init.zeros_(first[1].weight)
+        models.layer_names(model)
+        assert models.build(msgspec.structs.replace(model, seed=1))[1].weight.any()
+        assert calls == [0, 1, 2, 3]
+        assert models.build(model)[1].weight.any()
+    models.layer_count(model), models.layer_count(model)
+    assert calls == list(range(7))

@@ -225,10 +225,10 @@ class Runner:
         for them; `stages.module` and the optimizer's groups then have this rank's. Layers in DDP are wrapped again.
         Raises BadInput on all ranks, with nothing changed, where a layer cannot move (FSDP2, ties, whole stage modules)
         and RunFailed where ranks name different schedules. What fails on a rank while layers move is raised on all, and
-        leaves the Runner in the middle. `group`: all ranks of all replicas of the pipeline, where
-        there are several: what one of these cannot move all of them keep then. The new stages are held against the
-        profile in the next step. After a move other ranks may have the first and the last stage, and need `inputs` and
-        `target`.
+        leaves the Runner in the middle. `group`: all ranks of all replicas of the pipeline, where there are several:
+        their new schedules are compared, and what one of these cannot move all of them keep. The new stages are held
+        against the profile in the next step. After a move other ranks may have the first and the last stage, and need
+        `inputs` and `target`.
         """
         begin = time.perf_counter_ns()
         self._refuse_failed()
@@ -261,6 +261,7 @@ class Runner:
                     raise
             if group is not None:
                 go_on(refused, group, self._device)
+                agree(schedule, group)
         moved = 0
         with self._in_one_piece():
             if not same:

@@ -214,6 +214,19 @@ def test_json_has_the_receive_buffers_that_the_text_names(export):
     assert "torch_receive_buffer_bytes" not in json.loads(export("kept.json", "--to", "primus", "--json").out)
 
 
+def test_what_is_piped_in_gives_the_output_no_name(export):
+    """It was to be written beside /dev/stdin."""
+    text = Path("kept.json").read_text()
+    command = [sys.executable, "-m", "optpipe_compiler.cli", "export", "/dev/stdin", "--to", "svg"]
+    where = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, input=text, capture_output=True, text=True, env=where)
+    sentence = "optpipe: /dev/stdin: is no name that the output could be named after, expected one: -o FILE\n"
+    assert (done.returncode, done.stderr) == (2, sentence)
+    done = subprocess.run([*command, "-o", "piped.svg"], input=text, capture_output=True, text=True, env=where)
+    assert done.returncode == 0
+    assert Path("piped.svg").exists()
+
+
 def on_stdout(kind: str, stdout: IO[bytes] | int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "optpipe_compiler.cli", "export", "kept.json", "--to", kind, "-o", "/dev/stdout"]
     where = {"PYTHONPATH": str(Path(__file__).parent.parent)}

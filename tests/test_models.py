@@ -250,6 +250,26 @@ def test_layers_that_cost_otherwise_by_what_torch_does_not_print_are_not_of_one_
     assert first == second != last
 
 
+@pytest.mark.parametrize(
+    "values",
+    [(128, 256, 512, 1024), (8, 16, 24, 32), (1.0, 2.0, 1.0, 2.0), ((8, 0), (16, 0), (24, 0), (32, 0))],
+    ids=str,
+)
+def test_windows_and_capacities_make_layers_unlike(monkeypatch, values):
+    """A number that is another one in each layer was taken for its own, a fraction for a rate; tuples did not count."""
+    module = ModuleType("optpipe_test_windows")
+    module.layers = lambda: [  # type: ignore[attr-defined]
+        nn.Embedding(256, 12),
+        Unlike(0),
+        *(Unlike(number, limit=value) for number, value in enumerate(values, 1)),
+        Scorer(12),
+    ]
+    monkeypatch.setitem(sys.modules, "optpipe_test_windows", module)
+    user_functions.allow("optpipe_test_windows:layers")
+    model = msgspec.structs.replace(SMALL, builder="optpipe_test_windows:layers", config={})
+    assert len(set(models.layer_names(model)[2:-1])) == len(set(values))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_numbers_of_layers_do_not_make_them_unlike(monkeypatch, count):
     module = ModuleType("optpipe_test_numbers")
@@ -513,3 +533,33 @@ def test_layers_that_pass_several_tensors_along_are_known_by_all_of_them():
     carried = 4 * (2 * 12 * 4) + 8 * (2 * 12) + 2 * 12 * 12
     assert models.bundles(model)[1].boundary == ((carried // 4,), torch.float32)
     assert models.layer_names(model) == ["Words", *["Attention"] * 3, "Guess"]
+
+
+def test_a_users_function_is_called_again_only_where_its_layers_are_in_use(monkeypatch):
+    """Each question called it, which is slow where it loads weights."""
+    calls = []
+    module = ModuleType("optpipe_test_calls")
+
+    def layers() -> list[Any]:
+        calls.append(len(calls))
+        return [nn.Embedding(256, 12), nn.Linear(12, 12), Scorer(12)]
+
+    module.layers = layers  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "optpipe_test_calls", module)
+    user_functions.allow("optpipe_test_calls:layers")
+    model = msgspec.structs.replace(SMALL, builder="optpipe_test_calls:layers", config={})
+    with models.called_seldom():
+        assert len(models.layer_names(model)) == models.layer_count(model) == len(models.parameter_bytes(model))
+        models.first_trained(model), models.tied_layers(model), models.bundles(model), models.batches(model, b"")
+        assert calls == [0]
+        first = models.build(model)
+        assert calls == [0]
+        assert torch.equal(first[1].weight, models.build(model)[1].weight)
+        assert calls == [0, 1]
+        nn.init.zeros_(first[1].weight)
+        models.layer_names(model)
+        assert models.build(msgspec.structs.replace(model, seed=1))[1].weight.any()
+        assert calls == [0, 1, 2, 3]
+        assert models.build(model)[1].weight.any()
+    models.layer_count(model), models.layer_count(model)
+    assert calls == list(range(7))

@@ -308,7 +308,11 @@ def test_a_cause_that_is_clicked_lists_its_gaps_and_keys_lead_through_them_to_wh
         window.click(f"button[data-cause={cause.value}]")
         card = window.inner_text("#card")
         assert card.startswith(cause.value)
-        assert f": {len(mine)} gaps, " in card
+        assert len(mine) == 1
+        assert ": 1 gap, " in card
+        window.click(f"button[data-cause={Cause.FILL.value}]")
+        assert ": 4 gaps, " in window.inner_text("#card")
+        window.click(f"button[data-cause={cause.value}]")
         pressed = window.get_attribute(f"button[data-cause={cause.value}]", "aria-pressed")
         window.keyboard.press("g")
         length = window.evaluate("showTime(lengthOf(view.gap))")

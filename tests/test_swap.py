@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 import runtime_torch, test_runtime_library as case
 from optpipe_compiler.documents import ir
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, RunFailed
 
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
@@ -146,6 +146,31 @@ except BadInput as error:
 else:
     raise AssertionError("moved")
 assert "has parts in FSDP2 or DDP, which cannot move" in said, said
+dist.destroy_process_group()
+"""
+)
+
+UNLIKE_REPLICAS = (
+    TRAIN
+    + """
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+rank, replica = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
+plans = [case.plan(one, fused=False) for one in ((0, 1), (0, 1, 1, 0), (1, 0))]
+wrap = partial(DistributedDataParallel, process_group=mesh.get_group("data"))
+stages = runtime_torch.build_stages(plans[0], case.builders(), rank, "cpu", prepare=wrap, **case.microbatch())
+runner = runtime_torch.Runner(plans[0], stages, group=mesh.get_group("pipeline"))
+inputs, target = case.batch()
+before = runner.step(*inputs, target=target).loss
+try:
+    runner.replace(plans[1 + replica], (), group=dist.group.WORLD)
+except RunFailed as error:
+    said = str(error)
+else:
+    raise AssertionError("moved")
+assert "rank 2 has another schedule than rank 0: digest" in said, said
+assert runner.schedule is plans[0]
+assert runner.step(*inputs, target=target).loss == before
+assert runner.replace(plans[2], (), group=dist.group.WORLD).moved_layers == 4
 dist.destroy_process_group()
 """
 )
@@ -345,8 +370,28 @@ dist.destroy_process_group()
 @pytest.mark.runtime
 @pytest.mark.parametrize(
     ("code", "world"),
-    [(WIDE, 2), (VIEWS, 2), (ORDERS, 2), (PLACEMENTS, 2), (PLACEMENTS, 3), (REPLICAS, 4), (REFUSED, 2), (BROKEN, 2)],
-    ids=["wide", "views", "orders", "placements", "placements of three", "replicas", "refused", "broken"],
+    [
+        (WIDE, 2),
+        (VIEWS, 2),
+        (ORDERS, 2),
+        (PLACEMENTS, 2),
+        (PLACEMENTS, 3),
+        (REPLICAS, 4),
+        (UNLIKE_REPLICAS, 4),
+        (REFUSED, 2),
+        (BROKEN, 2),
+    ],
+    ids=[
+        "wide",
+        "views",
+        "orders",
+        "placements",
+        "placements of three",
+        "replicas",
+        "replicas with other schedules",
+        "refused",
+        "broken",
+    ],
 )
 def test_training_goes_on_as_without_a_swap(code, world):
     for rank in start_ranks(code, world=world):

@@ -406,6 +406,11 @@ def test_where_nothing_fits_the_least_memory_is_said_and_the_end_is_that_of_comp
     again = run("sweep", "--mem", "0.1GB,0.2GB", *sizes, "--json")
     assert again.code == 3
     assert [one["mem_bytes"] for one in json.loads(again.out)["least_memory"]] == [GB] * 2
+    path = Path("sweep.json")
+    assert all(point["least_is_smallest"] for point in json.loads(path.read_text())["points"])
+    path.write_text(path.read_text().replace('"least_is_smallest": true', '"least_is_smallest": false'))
+    unsure = run("sweep", "--mem", "0.1GB,0.2GB", *sizes).err.splitlines()[-1]
+    assert unsure.endswith("; raise --mem to 1000000000 (1.00 GB (0.93 GiB))")
     assert run("compile", "--mem", "999999999B", *sizes[2:]).code == 3
     assert run("compile", "--mem", "1GB", *sizes[2:]).code == 0
     assert run("sweep", "--mem", "1GB", *sizes).code == 0

@@ -71,6 +71,8 @@ def export(
     from optpipe_compiler.export.torch_csv import receive_buffers
 
     refuse_png(output)
+    if output is None and is_special(schedule_path):
+        raise BadInput(f"{schedule_path}: is no name that the output could be named after, expected one: -o FILE")
     path = output or _default(schedule_path, kind)
     check_outputs(path, as_json=as_json)
     checked = _checked(ir.load(schedule_path), schedule_path)

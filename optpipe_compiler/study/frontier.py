@@ -43,7 +43,9 @@ class Point(Record, frozen=True, kw_only=True, omit_defaults=False):
     slices: Positive | None = None
     """Of every microbatch in this schedule; None without one, and in files of revision 2."""
     least_mem_bytes: Count | None = None
-    """Where nothing fits: the smallest cap that would do, if it is known; None in files of revision 3."""
+    """Where nothing fits: a cap that would do, if it is known; None in files of revision 3."""
+    least_is_smallest: bool = False
+    """Whether no smaller cap would do."""
 
     @property
     def line(self) -> tuple[str | None, int, int]:
@@ -111,6 +113,7 @@ def _carried(point: Point, before: Point) -> Point:
         carried_from_bytes=before.carried_from_bytes or before.mem_bytes,
         reason="",
         least_mem_bytes=None,
+        least_is_smallest=False,
         finished=before.finished,
         slices=before.slices,
     )

@@ -48,7 +48,9 @@ class Planned:
     peak_bytes: int | None = None
     reason: str = ""
     least_mem_bytes: int | None = None
-    """Where nothing fits: the smallest cap that would do, if it is known."""
+    """Where nothing fits: a cap that would do, if it is known."""
+    least_is_smallest: bool = False
+    """Whether no smaller cap would do."""
     finished: bool = True
     """Whether more time for the search is unlikely to give much: see STEP."""
     schedule: ir.Checked | None = None
@@ -72,7 +74,14 @@ def plan(instance: Instance) -> Planned:
         try:
             found = _searched(replace(instance, options=options), bound)
         except Infeasible as error:
-            return Planned("infeasible", None, bound, reason=str(error), least_mem_bytes=error.least_mem_bytes)
+            return Planned(
+                "infeasible",
+                None,
+                bound,
+                reason=str(error),
+                least_mem_bytes=error.least_mem_bytes,
+                least_is_smallest=error.is_smallest,
+            )
         except NotFound as error:
             return Planned("not found", None, bound, reason=str(error), finished=False)
         if found.finished or number == rounds - 1 or found.schedule is None:

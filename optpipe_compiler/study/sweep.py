@@ -239,6 +239,7 @@ def _point(instance: Instance, planned: Planned) -> Point:
         method=planned.method,
         reason=planned.reason,
         least_mem_bytes=planned.least_mem_bytes,
+        least_is_smallest=planned.least_is_smallest,
         finished=planned.finished,
         slices=None if planned.schedule is None else planned.schedule.schedule.setup.slices,
     )

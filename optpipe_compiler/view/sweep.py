@@ -188,10 +188,10 @@ def least_sentences(found: Sequence[LeastCap], sweep: Sweep) -> Iterator[str]:
 
 
 def enough(size: int, sweep: Sweep) -> str:
-    """Say which cap would do; that none below it would is known where nothing is cut into slices and no point says
-    otherwise."""
-    is_unsure = any(RAISE in point.reason for point in sweep.points if point.least_mem_bytes == size)
-    said = SMALLEST if sweep.slicing is None and not is_unsure else RAISE
+    """Say which cap would do; that none below it would is known where nothing is cut into slices and all points that
+    name it say so."""
+    is_smallest = all(point.least_is_smallest for point in sweep.points if point.least_mem_bytes == size)
+    said = SMALLEST if sweep.slicing is None and is_smallest else RAISE
     return f"{said} {exact_cap(size)} ({show_bytes(size)})"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,7 +50,7 @@ def each(model: Model, indices: range | None = None, on: torch.device | None = N
     """Yield what `build` returns; layers that functions make are made one at a time."""
     dtype = _dtype(model)
     if model.builder not in OWN:
-        own = _user(model).layers
+        own = _user(model, touched=True).layers
         for index in range(len(own)) if indices is None else indices:
             yield user_model.made(model, index, own[index]).to(dtype)
         return
@@ -183,8 +183,8 @@ def batches(model: Model, data: bytes) -> Callable[[torch.Generator, int], Drawn
     They are the user's where the function gives them (user_model.py), else windows of `data`.
     """
     if model.builder not in OWN and (user := _user(model)).batch is not None:
-        dtype = _dtype(model)
-        return lambda generator, count: user_model.draw(model, user, dtype, generator, count * model.microbatch_size)
+        dtype, drawing = _dtype(model), replace(user, layers=[])  # which may be all of the model
+        return lambda generator, count: user_model.draw(model, drawing, dtype, generator, count * model.microbatch_size)
 
     def windows(generator: torch.Generator, microbatches: int) -> DrawnBatch:
         inputs, target = batch(model, data, generator, microbatches)
@@ -289,5 +289,31 @@ def _seeded(seed: int, index: int, make: Callable[[], nn.Module]) -> nn.Module:
     return layer
 
 
-def _user(model: Model) -> UserModel:
-    return user_model.load(model)
+_untouched: list[tuple[Model, UserModel]] | None = None
+"""Of the function that was called last, within `called_seldom`: what it returned, unless layers of it were built."""
+
+
+@contextmanager
+def called_seldom() -> Iterator[None]:
+    """Within: a user's function is called again only where layers of what it returned are in use, as they change then.
+    Loading weights may take it long."""
+    global _untouched
+    _untouched = []
+    try:
+        yield
+    finally:
+        _untouched = None
+
+
+def _user(model: Model, *, touched: bool = False) -> UserModel:
+    """Return what the user's function returns; `touched`: its layers will be in use."""
+    if _untouched is None:
+        return user_model.load(model)
+    there = [user for known, user in _untouched if _calls(known) == _calls(model)] or [user_model.load(model)]
+    _untouched[:] = [] if touched else [(model, there[0])]
+    return there[0]
+
+
+def _calls(model: Model) -> tuple[object, ...]:
+    """Return what `user_model.load` depends on."""
+    return model.builder, model.config, model.seed

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from runtime_torch.microbatch import inner_layer
 from runtime_torch.ties import merged, shared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from optpipe_compiler.documents.profile import Model
     from runtime_torch.ties import Names
@@ -206,49 +207,62 @@ def kinds(model: Model, user: UserModel, borders: Sequence[Bundle]) -> list[str]
     return [names[kind] for kind in kinds]
 
 
-_Numbers = dict[tuple[str, str], tuple[int, ...]]
-"""Whole numbers in attributes, by the class and the name: of each such module of a layer."""
+_Numbers = dict[tuple[str, str], tuple[int | float, ...]]
+"""Numbers in attributes, by the class and the name: of each such module of a layer."""
 
 
 def _attributes(layer: nn.Module) -> tuple[object, _Numbers]:
     """Return what torch need not print of a layer and its costs may depend on: its buffers, and flags, texts without
-    figures, and whether numbers are 0, in attributes of its modules; and their whole numbers."""
+    figures, and whether numbers are 0, in attributes of its modules, or in tuples there; and their numbers."""
     said: Counter[object] = Counter()
     numbers: _Numbers = {}
     for module in layer.modules():
         kind = type(module).__name__
         said.update((kind, name, tuple(one.shape)) for name, one in module.named_buffers(recurse=False))
-        for name, value in vars(module).items():
-            if name.startswith("_"):
-                continue
-            if type(value) is int:
+        for name, value in _plain(module):
+            if type(value) in (int, float):
                 numbers[kind, name] = (*numbers.get((kind, name), ()), value)
-                said[kind, name, int] += 1
-            elif type(value) is float:
-                said[kind, name, value != 0] += 1
+                said[kind, name, type(value), type(value) is int or value != 0] += 1
             elif value is None or type(value) is bool or (type(value) is str and not any(map(str.isdigit, value))):
                 said[kind, name, str(value)] += 1
     return frozenset(said.items()), numbers
 
 
+def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the public attributes of a module with their names, of tuples and lists what is in them."""
+    for name, value in vars(module).items():
+        if not name.startswith("_"):
+            yield from [(f"{name}[]", one) for one in value] if type(value) in (tuple, list) else [(name, value)]
+
+
 def _told_by_numbers(kinds: Sequence[object], numbers: Sequence[_Numbers]) -> list[object]:
-    """Return the kinds with the numbers of each layer, but for those that are others in each layer of a kind, or count
-    two of them: such are the layers' own."""
+    """Return the kinds with the numbers of each layer, but for those that are the layers' own."""
     groups: dict[object, list[int]] = {}
     for index, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(index)
     found = list(kinds)
     for indices in groups.values():
         for place in numbers[indices[0]]:
-            values = [numbers[index][place] for index in indices]
-            if len(values) == 2:
-                steps = {after - before for before, after in zip(*values, strict=True)}
-                is_own = steps in ({1}, {indices[1] - indices[0]})
-            else:
-                is_own = len(set(values)) == len(values)
-            for index, value in zip(indices, values, strict=True):
-                found[index] = found[index] if is_own else (found[index], value)
+            of_layers = [numbers[index][place] for index in indices]
+            if not all(_are_own(indices, values) for values in zip(*of_layers, strict=True)):
+                for index, values in zip(indices, of_layers, strict=True):
+                    found[index] = found[index], values
     return found
+
+
+def _are_own(indices: Sequence[int], values: Sequence[int | float]) -> bool:
+    """Whether numbers, one of each layer, say nothing of what the layers cost: all are the same, or count the layers,
+    of the model or of their kind, up or down, or are fractions of which no two are the same, as a rate that grows."""
+    steps = [after - before for before, after in pairwise(values)]
+    distances = [after - before for before, after in pairwise(indices)]
+    if all(step == 0 for step in steps):
+        return True
+    if type(values[0]) is float:
+        return len(set(values)) == len(values)
+    return any(
+        [abs(step) for step in steps] == of and len({step > 0 for step in steps}) == 1
+        for of in (distances, [1] * len(steps))
+    )
 
 
 def _sample(model: Model, user: UserModel, dtype: torch.dtype) -> DrawnBatch:

@@ -92,7 +92,7 @@ def find(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if cores:
         os.sched_setaffinity(0, cores)
-    with _joined(place, on_gpu=on_gpu) as timer:
+    with _joined(place, on_gpu=on_gpu) as timer, models.called_seldom():
         return _find(timer, place, asked, how, say)
 
 
@@ -102,7 +102,8 @@ def find_in_group(
     """Measure as one rank of a group that torchrun started, messages between all neighbours; all findings on rank 0."""
     with _joined(place, on_gpu=on_gpu) as timer:
         asked = Asked(place.world, f"torchrun started {counted(place.world, 'rank')}")
-        mine = _find(timer, place, asked, how, say)
+        with models.called_seldom():
+            mine = _find(timer, place, asked, how, say)
         for first in (0, 1):  # 0-1, 2-3, ..., then 1-2, 3-4, ...
             peer = ((place.rank + first) ^ 1) - first
             dist.barrier()

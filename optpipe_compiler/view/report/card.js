@@ -151,10 +151,11 @@ function describeCause(cause) {
     button(showTime(lengthOf(gap)), () => goGap(gap)), `device ${gap.device}`, `at ${showTime(timesOf(gap).begin)}`,
   ]);
   const more = found.length > LISTED ? ` The ${LISTED} longest:` : "";
+  const gaps = `${found.length} ${found.length === 1 ? "gap" : "gaps"}`;
   const share = `${((100 * time) / Math.max(1, whole)).toFixed(2)}% of all device time`;
   return [
     element("h2", [swatch(data.causes[cause].colour), cause]),
-    element("p", `${data.causes[cause].says}: ${found.length} gaps, ${share}.${more}`, { className: "where" }),
+    element("p", `${data.causes[cause].says}: ${gaps}, ${share}.${more}`, { className: "where" }),
     table(lines, "facts"),
   ];
 }

@@ -302,9 +302,9 @@ class _Compilation:
         """
         limits = self.budget.limits
         most_s = limits.time_limit_s * (1 + GRACE_SHARE) + GRACE_S
-        choice, rejected, near = Choice(), None, self.incumbents.near()
-        for number, (attempt, timed) in enumerate([*near, *self.incumbents.known()[len(near) :]]):
-            if found and number >= len(near):
+        choice, rejected, near = Choice(), None, len(self.incumbents.near())
+        for number, (attempt, timed) in enumerate(self.incumbents.known()):
+            if found and number >= near:
                 break
             begin = time.monotonic()
             try:

@@ -25,19 +25,16 @@ from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.instances import (
-    SEVERAL,
     Least,
     beside,
     in_time,
     instances,
-    layouts,
     least_of,
-    link_share,
     lower_bound,
     too_long,
 )
 from optpipe_compiler.plan.least_memory import LeastMemory
-from optpipe_compiler.plan.options import TIME_LIMITS, Options, Settled, recorded, settled
+from optpipe_compiler.plan.options import Options, Settled, recorded, settled
 from optpipe_compiler.plan.spare import spare
 from optpipe_compiler.verify import Violated, check
 
@@ -49,8 +46,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.schedule import Schedule
 
 __all__ = [
-    "SEVERAL",
-    "TIME_LIMITS",
     "Least",
     "Options",
     "Progress",
@@ -58,11 +53,7 @@ __all__ = [
     "Settled",
     "bounded",
     "compile_schedule",
-    "in_time",
-    "instances",
-    "layouts",
     "left_out",
-    "link_share",
     "lower_bound",
     "placement_of",
     "recorded",

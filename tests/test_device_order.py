@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from optpipe_compiler.compiler import Options, compile_schedule, instances, settled
+from optpipe_compiler.compiler import Options, compile_schedule, settled
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Host
 from optpipe_compiler.forecast import analyse
@@ -19,6 +19,7 @@ from optpipe_compiler.model.bounds import fill_and_drain
 from optpipe_compiler.model.placement import Layout, layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.plan.device_order import other_order
+from optpipe_compiler.plan.instances import instances
 from optpipe_compiler.plan.least_memory import _one_after_the_other
 from optpipe_compiler.plan.seeds import layout_of
 from optpipe_compiler.verify import check, verify

@@ -78,7 +78,9 @@ class LeastMemory:
         incumbents, cap = self.incumbents, self.caps.device_bytes
         self.find_quick()
         # where hosts have room for them, whole offloads need no more memory than those of a part
-        every = [(n, one) for n, one in enumerate(incumbents.all) if not one.is_partial or one.problem.host_limits]
+        every = [
+            (n, one) for n, one in enumerate(incumbents.all) if not one.problem.is_partial or one.problem.host_limits
+        ]
         cut = [attempt for _, attempt in every if attempt.problem.slicing is not None]
         least = _tried(incumbents, cut, cap)
         if least is not None:

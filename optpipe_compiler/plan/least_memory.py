@@ -54,11 +54,10 @@ class LeastMemory:
         """
         for attempt in self.incumbents.attempts:
             problem, winner = attempt.problem, self.incumbents.winner()
-            once = None if problem.slicing else minimum.quickly_one_at_a_time(replace(problem, microbatches=1))
+            once = None if problem.slicing else minimum.quickly_one_at_a_time(problem)
             if once is None or (winner is not None and self._soonest(once, problem) >= self.incumbents.reached(winner)):
                 continue
-            timed = minimum.quickly_one_at_a_time(problem)
-            assert timed is not None
+            timed = minimum.repeated(problem, once)
             with suppress(Stuck):
                 timed = machine.orders.retime(timed, problem)
             self.incumbents.keep(attempt, timed, "least memory")

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import TRANSIENT, Layer, Profile, value_of
+from optpipe_compiler.documents.profile import TRANSIENT, Layer, Profile, Sliceable, value_of
 from optpipe_compiler.model.placement import Layout, balanced_cuts
 from optpipe_compiler.plan import passes
 from optpipe_compiler.solver.cuts import lightest
@@ -133,29 +133,32 @@ class Largest:
     def saved_bytes(self, layer: Layer) -> int:
         """Return no less than stays of a layer between forward and backward: with slices, the gradients of its carry,
         too."""
-        slices = layer.slices if self.slices > 1 else None
-        return self.of(value_of(layer.saved_bytes) + (0 if slices is None else slices.gradient_or_carry_bytes))
+        return self.of(value_of(layer.saved_bytes) + self._in_slices(layer).gradient_or_carry_bytes)
 
     def running_bytes(self, layer: Layer) -> int:
         """Return no less than a forward or a whole backward needs while it runs: with slices, for earlier ones, too."""
-        forward, backward = (value_of(getattr(layer, TRANSIENT[op])) for op in ("forward", "backward"))
-        if layer.slices is not None and self.slices > 1:
-            forward += value_of(layer.slices.forward_prefix_bytes)
-            backward += value_of(layer.slices.backward_prefix_bytes)
+        slices = self._in_slices(layer)
+        forward = value_of(layer.forward_transient_bytes) + value_of(slices.forward_prefix_bytes)
+        backward = value_of(layer.backward_transient_bytes) + value_of(slices.backward_prefix_bytes)
         return self.of(max(forward, backward))
 
     def most_bytes(self, layer: Layer) -> int:
         """Return no less than one microbatch can make the layer's device hold at one time, on the layer's account."""
+        slices = self._in_slices(layer)
         sizes = (
             layer.residue_or_saved_bytes,
             layer.captured_bytes,
             layer.checkpoint_bytes,
             *(getattr(layer, name) for name in TRANSIENT.values()),
+            slices.forward_prefix_bytes,
+            slices.backward_prefix_bytes,
         )
-        slices = layer.slices if self.slices > 1 else None
-        before = () if slices is None else (slices.forward_prefix_bytes, slices.backward_prefix_bytes)
-        others = sum(map(value_of, (*sizes, *before))) + 4 * value_of(layer.output_bytes)
+        others = sum(map(value_of, sizes)) + 4 * value_of(layer.output_bytes)
         return self.saved_bytes(layer) + self.of(others)
+
+    def _in_slices(self, layer: Layer) -> Sliceable:
+        """Return what a layer costs besides where microbatches are cut: nothing where they are whole."""
+        return layer.slices if layer.slices is not None and self.slices > 1 else Sliceable()
 
 
 WHOLE = Largest()

@@ -201,8 +201,9 @@ class _Costs:
         def sums(of: Callable[[Layer], int]) -> Numbers:
             return list(accumulate(map(of, layers), initial=0))
 
-        self.permille = profile.machine.time_permille
-        self.differ = len(set(self.permille or ())) > 1
+        self.permille = profile.machine.time_permille or [1000] * len(layers)
+        """Thousandths of the time that each device takes for the same work; there are no more devices than layers."""
+        self.differ = len(set(self.permille)) > 1
         """Whether the same work takes some devices longer than others."""
         self.reserve = value_of(profile.machine.reserve_bytes)
         self.layers = layers_ns(profile)
@@ -213,16 +214,14 @@ class _Costs:
 
     def compute(self, one: Layout) -> tuple[int, int]:
         """Return the busiest device's ns for one microbatch, then the sum over devices of its squares."""
-        load = self.per_device(one, self.work)
-        if self.permille is not None:
-            load = [ns * permille // 1000 for ns, permille in zip(load, self.permille, strict=False)]
+        work = self.per_device(one, self.work)
+        load = [ns * permille // 1000 for ns, permille in zip(work, self.permille, strict=False)]
         return max(load), sum(ns * ns for ns in load)
 
     def to_the_end(self, one: Layout, microbatches: int) -> tuple[int, ...]:
         """Return the ps that each device takes at least, the longest first: the first microbatch's way to a stage, then
         all work of this stage and its device's later ones."""
-        slow = passes.slowness(one.devices, self.permille)
-        stages = [(d, slow[d], a, b) for d, a, b in one.by_stage]
+        stages = [(d, self.permille[d], a, b) for d, a, b in one.by_stage]
         ways = accumulate((permille * (self.forward[b] - self.forward[a]) for _, permille, a, b in stages), initial=0)
         work, most = [0] * one.devices, [0] * one.devices
         for (device, permille, a, b), way in reversed(list(zip(stages, ways, strict=False))):
@@ -232,7 +231,7 @@ class _Costs:
 
     def first_ps(self, devices: int) -> int:
         """Return the ps of a microbatch's way to the last device of the first pass at least: a layer on each other."""
-        return self.forward[devices - 1] * min(passes.slowness(devices, self.permille))
+        return self.forward[devices - 1] * min(self.permille[:devices])
 
     def memory(self, one: Layout) -> tuple[int, int, int]:
         """Return the most bytes of a device: always held and its largest activation; then `compute`."""

@@ -52,7 +52,7 @@ def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts, permill
     passes = [tuple(device_of[begin : begin + devices]) for begin in range(0, len(device_of), devices)]
     if any(sorted(one) != list(range(devices)) for one in passes):
         return known
-    cuts, by = list(known), _Placed(_prefix(work), tuple(device_of), slowness(devices, permille))
+    cuts, by = list(known), _Placed(_prefix(work), tuple(device_of), _slowness(devices, permille))
     lowest = share(work, device_of, permille)
     if len(passes) == 1:
         _lighten(by, cuts, slice(None), lowest, Loads(lowest, None), lambda most: _one_pass_within(by, most), math.inf)
@@ -70,14 +70,14 @@ def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts, permill
     return tuple(cuts)
 
 
-def slowness(devices: int, permille: Permille | None) -> tuple[int, ...]:
+def _slowness(devices: int, permille: Permille | None) -> tuple[int, ...]:
     """Return the thousandths of the time that each device takes for the same work."""
     return (1000,) * devices if permille is None else tuple(permille[:devices])
 
 
 def share(work: Sequence[int], device_of: Sequence[int], permille: Permille | None = None) -> int:
     """Return what the busiest device plainly cannot be below: an equal share of all work, and the heaviest layer."""
-    slow, total = slowness(max(device_of) + 1, permille), sum(work)
+    slow, total = _slowness(max(device_of) + 1, permille), sum(work)
     if set(slow) == {1000}:
         return max(-(-total // len(slow)), *work)
     return max(math.floor(total / sum(Fraction(1000, one) for one in slow)), max(work) * min(slow) // 1000)
@@ -106,7 +106,7 @@ def loads(work: Sequence[int], device_of: Sequence[int], known: int, permille: P
     """
     devices, prefix = max(device_of) + 1, _prefix(work)
     stages, total = len(device_of) // devices, sum(work)
-    slow, lowest = slowness(devices, permille), max(work) + sum(sorted(work)[: stages - 1])
+    slow, lowest = _slowness(devices, permille), max(work) + sum(sorted(work)[: stages - 1])
     lowest = max(share(work, device_of, permille), lowest * min(slow) // 1000)
     if set(slow) != {1000}:
         return Loads(lowest, None)

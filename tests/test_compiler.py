@@ -629,7 +629,7 @@ def answering(answer: Callable[[exact.Request], SearchEvent]) -> type:
 def test_a_solution_that_cannot_be_retimed_is_passed_over(monkeypatch):
     def backwards(request: exact.Request) -> SearchEvent:
         return SearchEvent(
-            "solution", starts={task: -start for task, start in request.hint.starts.items()} if request.hint else None
+            starts={task: -start for task, start in request.hint.starts.items()} if request.hint else None
         )
 
     monkeypatch.setattr(exact, "Searcher", answering(backwards))
@@ -639,9 +639,7 @@ def test_a_solution_that_cannot_be_retimed_is_passed_over(monkeypatch):
 def test_a_worse_solution_does_not_replace_a_better_one(monkeypatch):
     def slow(request: exact.Request) -> SearchEvent:
         hint = request.hint
-        return SearchEvent(
-            "solution", starts=None if hint is None else {task: 3 * begin for task, begin in hint.starts.items()}
-        )
+        return SearchEvent(starts=None if hint is None else {task: 3 * begin for task, begin in hint.starts.items()})
 
     best = quick(OPEN, OPEN_BYTES, microbatches=6, time_limit_s=2.0).schedule.forecast.makespan_ns
     monkeypatch.setattr(exact, "Searcher", answering(slow))

@@ -33,7 +33,7 @@ from msgspec import structs
 
 from bench.planner import COSTS, Case
 from optpipe_compiler import compiler
-from optpipe_compiler.compiler import Options, compile_schedule, in_time, settled, spreads_of
+from optpipe_compiler.compiler import Options, compile_schedule, settled, spreads_of
 from optpipe_compiler.costs import gpus, models
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import profile as profiles
@@ -55,6 +55,7 @@ from optpipe_compiler.plan import (
     seeds,
     wishes,
 )
+from optpipe_compiler.plan.instances import in_time
 from optpipe_compiler.plan.local_search import LocalSearch, Realiser, SearchedProblem
 from optpipe_compiler.solver.worker import Limits
 from optpipe_torch.estimates.estimate import EstimateOptions, estimate

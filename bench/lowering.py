@@ -12,11 +12,12 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from bench.planner import COSTS
-from optpipe_compiler.compiler import Options, instances, settled
+from optpipe_compiler.compiler import Options, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents.files import uncollected
 from optpipe_compiler.lower import Certificate, lower
 from optpipe_compiler.model.problem import Caps
+from optpipe_compiler.plan.instances import instances
 from optpipe_compiler.plan.spare import spared
 from optpipe_compiler.published import published
 from optpipe_compiler.verify import check

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 
 from bench import report
 from bench.planner import COSTS, GB, commit
-from optpipe_compiler.compiler import Options, instances, settled
+from optpipe_compiler.compiler import Options, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.machine.policy import policy, setting, value
 from optpipe_compiler.machine.state import NEVER, OPS, machine
 from optpipe_compiler.machine.waits import load as load_waits
 from optpipe_compiler.model.schedule import Mode, Schedule
+from optpipe_compiler.plan.instances import instances
 from optpipe_compiler.plan.wishes import treatments, wish
 from tests.list_scheduler import Guide, Run
 from tests.machines import UNKNOWN_NUMBA

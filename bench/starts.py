@@ -44,7 +44,7 @@ def starts(case: Case) -> list[tuple[str, str, str]]:
     alone, names = Alone(case, 0.0), []
     for climber in alone.climbers[:CLIMBERS]:
         layout, whole = alone.placed[climber.best.instance]
-        part = " of parts" if any(stage.staying_layers for stage in whole.stages) else ""
+        part = " of parts" if whole.is_partial else ""
         placement = f"{layout.name}-{layout.stages // whole.devices}{part}"
         names.append((placement, climber.best.wish, treatment(alone, climber)))
     return names

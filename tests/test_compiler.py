@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler import compiler, processes
-from optpipe_compiler.compiler import Options, Progress, Result, compile_schedule, layouts, settled
+from optpipe_compiler.compiler import Options, Progress, Result, compile_schedule, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Host, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.plan import budget, candidates, exact
 from optpipe_compiler.plan.cuts import _Costs
-from optpipe_compiler.plan.instances import instances, too_long
+from optpipe_compiler.plan.instances import in_time, instances, layouts, link_share, too_long
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.solver import search
 from optpipe_compiler.solver.worker import SearchEvent
@@ -459,7 +459,7 @@ def test_sizes_that_cannot_be_written_within_the_time_limit_are_refused_at_once(
 def test_under_a_short_limit_only_placements_of_few_enough_ops_are_planned():
     for limit, stages in ((2.0, {3}), (1000.0, {3, 6})):
         options = settled(OPEN, Options(OPEN_BYTES, microbatches=1000, time_limit_s=limit))
-        assert {len(one.stages) for _, one in compiler.in_time(compiler.instances(OPEN, options), options)} == stages
+        assert {len(one.stages) for _, one in in_time(instances(OPEN, options), options)} == stages
 
 
 @pytest.mark.parametrize("search", [False, True])
@@ -629,7 +629,7 @@ def answering(answer: Callable[[exact.Request], SearchEvent]) -> type:
 def test_a_solution_that_cannot_be_retimed_is_passed_over(monkeypatch):
     def backwards(request: exact.Request) -> SearchEvent:
         return SearchEvent(
-            "solution", starts={task: -start for task, start in request.hint.starts.items()} if request.hint else None
+            starts={task: -start for task, start in request.hint.starts.items()} if request.hint else None
         )
 
     monkeypatch.setattr(exact, "Searcher", answering(backwards))
@@ -639,9 +639,7 @@ def test_a_solution_that_cannot_be_retimed_is_passed_over(monkeypatch):
 def test_a_worse_solution_does_not_replace_a_better_one(monkeypatch):
     def slow(request: exact.Request) -> SearchEvent:
         hint = request.hint
-        return SearchEvent(
-            "solution", starts=None if hint is None else {task: 3 * begin for task, begin in hint.starts.items()}
-        )
+        return SearchEvent(starts=None if hint is None else {task: 3 * begin for task, begin in hint.starts.items()})
 
     best = quick(OPEN, OPEN_BYTES, microbatches=6, time_limit_s=2.0).schedule.forecast.makespan_ns
     monkeypatch.setattr(exact, "Searcher", answering(slow))
@@ -654,11 +652,11 @@ def test_a_worse_solution_does_not_replace_a_better_one(monkeypatch):
 def test_where_the_link_is_too_slow_for_whole_activations_a_part_of_their_layers_is_offloaded():
     slow = uniform(2, 4, d2h_ms=3.0, h2d_ms=3.0, shared_links="pairs")
     options = Options(mem_bytes=1500 * 10**6, microbatches=6, placement="linear", recompute=False)
-    found = compiler.instances(slow, compiler.settled(slow, options))
+    found = instances(slow, compiler.settled(slow, options))
     whole, part = (problem for one, problem in found if one.stages == 2)
     assert [stage.staying_layers for stage in whole.stages] == [0, 0]
     assert [stage.staying_layers for stage in part.stages] == [2, 2]
-    assert compiler.link_share(whole) == pytest.approx(3 / 6)
+    assert link_share(whole) == pytest.approx(3 / 6)
     assert verify(compiler.compile_schedule(slow, replace(options, time_limit_s=1.0)).schedule, slow) == []
 
 
@@ -673,7 +671,7 @@ def test_one_stage_per_device_is_linear_whichever_way_it_goes_round(placement):
 def test_a_link_that_is_fast_enough_moves_whole_activations_only():
     fast = uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5)
     options = Options(mem_bytes=10**9, placement="linear", stages_per_device=1)
-    assert len(compiler.instances(fast, compiler.settled(fast, options))) == 1
+    assert len(instances(fast, compiler.settled(fast, options))) == 1
 
 
 # -- reproducible -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.compiler import Options, instances, settled
+from optpipe_compiler.compiler import Options, settled
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Sliceable
 from optpipe_compiler.errors import Infeasible
@@ -19,6 +19,7 @@ from optpipe_compiler.lower import Certificate, lower
 from optpipe_compiler.model.placement import Layout, layout
 from optpipe_compiler.model.problem import Caps, Freedom, Slicing, build
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task
+from optpipe_compiler.plan.instances import instances
 from optpipe_compiler.plan.seeds import times_of
 from optpipe_compiler.verify import verify
 from tests.instances import anew, profiles, quick, uniform

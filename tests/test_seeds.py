@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from optpipe_compiler.compiler import Options, compile_schedule, instances, settled
+from optpipe_compiler.compiler import Options, compile_schedule, settled
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.carried import Start
+from optpipe_compiler.plan.instances import instances
 from optpipe_compiler.plan.local_search import LocalSearch, SearchedProblem
 from optpipe_compiler.plan.seeds import layout_of
 from optpipe_compiler.solver.worker import Limits

@@ -374,12 +374,12 @@ def test_cp_sat_says_that_every_hint_is_complete_and_feasible_with_its_value(one
 def test_a_search_reports_better_and_better_schedules_and_bounds_and_ends_optimal():
     one = problem(2, 3, 8)
     events = events_of(Request(start(one), Limits("makespan", 60, seed=0, workers=1, reproducible=True)))
-    values = [Schedule(one, "", event.starts).makespan for event in events if event.kind == "solution"]
+    values = [Schedule(one, "", event.starts).makespan for event in events if event.starts is not None]
     bounds = [event.bound for event in events if event.bound is not None]
     assert values == sorted(values, reverse=True)
     assert bounds == sorted(bounds)
     assert values[-1] == bounds[-1] == optimum(one)
-    assert (events[-1].kind, events[-1].text) == ("end", "OPTIMAL")
+    assert events[-1].status == "OPTIMAL"
 
 
 def test_equal_requests_give_equal_events_in_reproducible_mode():
@@ -387,7 +387,7 @@ def test_equal_requests_give_equal_events_in_reproducible_mode():
     request = Request(start(one), Limits("makespan", 0.3, seed=3, workers=1, reproducible=True))
     first, second = (events_of(request) for _ in range(2))
     assert first == second
-    assert first[-1].text == "FEASIBLE", "otherwise the limit does not show"
+    assert first[-1].status == "FEASIBLE", "otherwise the limit does not show"
 
 
 # -- least memory -------------------------------------------------------------------------------------------------
@@ -548,4 +548,4 @@ def test_any_whole_number_is_a_seed_of_the_exact_search(seed):
     solve(
         Request(start(tiny, "makespan"), Limits("makespan", 20, seed=seed, workers=1, reproducible=True)), events.append
     )
-    assert (events[-1].kind, events[-1].text) == ("end", "OPTIMAL")
+    assert events[-1].status == "OPTIMAL"

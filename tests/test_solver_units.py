@@ -168,7 +168,7 @@ def test_windows_for_the_span_promise_no_less_than_they_reach_and_never_lengthen
     assert all(later <= before for before, later in pairwise(spans))
     for timed in found:
         assert all(peak <= budget for peak, budget in zip(peaks(timed), one.budget, strict=True))
-    if events[-1].text == "OPTIMAL" and (first, last) == (0, 2):
+    if events[-1].status == "OPTIMAL" and (first, last) == (0, 2):
         assert spans[-1] == events[-1].bound
 
 

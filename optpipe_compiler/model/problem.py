@@ -241,6 +241,11 @@ class Problem:
         return tuple(stage.device for stage in self.stages)
 
     @property
+    def is_partial(self) -> bool:
+        """Whether an offload leaves layers of some stage on the device, as published schedules never do."""
+        return any(stage.staying_layers for stage in self.stages)
+
+    @property
     def links(self) -> int:
         """Number of host links."""
         return 1 + max((link for link in self.link_of if link is not None), default=-1)

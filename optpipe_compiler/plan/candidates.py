@@ -84,7 +84,7 @@ class Candidates:
             (attempt, name)
             for attempt in self._searched()
             for name in (METHODS if names is None else names)
-            if self._is_for(name, attempt) and not attempt.is_partial
+            if self._is_for(name, attempt) and not attempt.problem.is_partial
         ]
         for attempt, name in pairs:
             outcome = self._screened(attempt, name)
@@ -134,7 +134,7 @@ class Candidates:
         """Return a cap of at most `enough` bytes, what the schedule needs as it is defined, under which it fits where
         its ops wait for memory: the least, but for a share of `EXACT_ENOUGH`."""
         for attempt in self._searched():
-            if not self._is_for(name, attempt) or attempt.is_partial or _is_large(attempt.problem):
+            if not self._is_for(name, attempt) or attempt.problem.is_partial or _is_large(attempt.problem):
                 continue
             with suppress(NotDefined, Stuck):
                 timed, low, below = earliest(published(attempt.problem, name)), cap_bytes, attempt.layout.below_bytes

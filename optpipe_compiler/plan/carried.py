@@ -89,9 +89,8 @@ def _source(known: int, count: int, block: int) -> Ints:
 def _period(starts: Ints, block: int) -> int:
     """Return the ticks from a microbatch of the middle to that which comes `block` later, on the average."""
     known = starts.shape[2]
-    low = min((known - block) // 2, known - 1)
+    low = (known - block) // 2
     high = min(low + block, known - 1)
-    low = min(low, max(0, high - 1))
     both = (starts[:, :, low] != NONE) & (starts[:, :, high] != NONE)
     passed = (starts[:, :, high] - starts[:, :, low])[both]
     return max(1, int(passed.mean()) * block // max(1, high - low)) if passed.size else 1

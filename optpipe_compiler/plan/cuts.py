@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import TRANSIENT, Layer, Profile, value_of
+from optpipe_compiler.documents.profile import TRANSIENT, Layer, Profile, Sliceable, value_of
 from optpipe_compiler.model.placement import Layout, balanced_cuts
 from optpipe_compiler.plan import passes
 from optpipe_compiler.solver.cuts import lightest
@@ -133,29 +133,32 @@ class Largest:
     def saved_bytes(self, layer: Layer) -> int:
         """Return no less than stays of a layer between forward and backward: with slices, the gradients of its carry,
         too."""
-        slices = layer.slices if self.slices > 1 else None
-        return self.of(value_of(layer.saved_bytes) + (0 if slices is None else slices.gradient_or_carry_bytes))
+        return self.of(value_of(layer.saved_bytes) + self._in_slices(layer).gradient_or_carry_bytes)
 
     def running_bytes(self, layer: Layer) -> int:
         """Return no less than a forward or a whole backward needs while it runs: with slices, for earlier ones, too."""
-        forward, backward = (value_of(getattr(layer, TRANSIENT[op])) for op in ("forward", "backward"))
-        if layer.slices is not None and self.slices > 1:
-            forward += value_of(layer.slices.forward_prefix_bytes)
-            backward += value_of(layer.slices.backward_prefix_bytes)
+        slices = self._in_slices(layer)
+        forward = value_of(layer.forward_transient_bytes) + value_of(slices.forward_prefix_bytes)
+        backward = value_of(layer.backward_transient_bytes) + value_of(slices.backward_prefix_bytes)
         return self.of(max(forward, backward))
 
     def most_bytes(self, layer: Layer) -> int:
         """Return no less than one microbatch can make the layer's device hold at one time, on the layer's account."""
+        slices = self._in_slices(layer)
         sizes = (
             layer.residue_or_saved_bytes,
             layer.captured_bytes,
             layer.checkpoint_bytes,
             *(getattr(layer, name) for name in TRANSIENT.values()),
+            slices.forward_prefix_bytes,
+            slices.backward_prefix_bytes,
         )
-        slices = layer.slices if self.slices > 1 else None
-        before = () if slices is None else (slices.forward_prefix_bytes, slices.backward_prefix_bytes)
-        others = sum(map(value_of, (*sizes, *before))) + 4 * value_of(layer.output_bytes)
+        others = sum(map(value_of, sizes)) + 4 * value_of(layer.output_bytes)
         return self.saved_bytes(layer) + self.of(others)
+
+    def _in_slices(self, layer: Layer) -> Sliceable:
+        """Return what a layer costs besides where microbatches are cut: nothing where they are whole."""
+        return layer.slices if layer.slices is not None and self.slices > 1 else Sliceable()
 
 
 WHOLE = Largest()
@@ -198,8 +201,9 @@ class _Costs:
         def sums(of: Callable[[Layer], int]) -> Numbers:
             return list(accumulate(map(of, layers), initial=0))
 
-        self.permille = profile.machine.time_permille
-        self.differ = len(set(self.permille or ())) > 1
+        self.permille = profile.machine.time_permille or [1000] * len(layers)
+        """Thousandths of the time that each device takes for the same work; there are no more devices than layers."""
+        self.differ = len(set(self.permille)) > 1
         """Whether the same work takes some devices longer than others."""
         self.reserve = value_of(profile.machine.reserve_bytes)
         self.layers = layers_ns(profile)
@@ -210,16 +214,14 @@ class _Costs:
 
     def compute(self, one: Layout) -> tuple[int, int]:
         """Return the busiest device's ns for one microbatch, then the sum over devices of its squares."""
-        load = self.per_device(one, self.work)
-        if self.permille is not None:
-            load = [ns * permille // 1000 for ns, permille in zip(load, self.permille, strict=False)]
+        work = self.per_device(one, self.work)
+        load = [ns * permille // 1000 for ns, permille in zip(work, self.permille, strict=False)]
         return max(load), sum(ns * ns for ns in load)
 
     def to_the_end(self, one: Layout, microbatches: int) -> tuple[int, ...]:
         """Return the ps that each device takes at least, the longest first: the first microbatch's way to a stage, then
         all work of this stage and its device's later ones."""
-        slow = passes.slowness(one.devices, self.permille)
-        stages = [(d, slow[d], a, b) for d, a, b in one.by_stage]
+        stages = [(d, self.permille[d], a, b) for d, a, b in one.by_stage]
         ways = accumulate((permille * (self.forward[b] - self.forward[a]) for _, permille, a, b in stages), initial=0)
         work, most = [0] * one.devices, [0] * one.devices
         for (device, permille, a, b), way in reversed(list(zip(stages, ways, strict=False))):
@@ -229,7 +231,7 @@ class _Costs:
 
     def first_ps(self, devices: int) -> int:
         """Return the ps of a microbatch's way to the last device of the first pass at least: a layer on each other."""
-        return self.forward[devices - 1] * min(passes.slowness(devices, self.permille))
+        return self.forward[devices - 1] * min(self.permille[:devices])
 
     def memory(self, one: Layout) -> tuple[int, int, int]:
         """Return the most bytes of a device: always held and its largest activation; then `compute`."""

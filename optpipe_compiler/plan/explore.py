@@ -49,10 +49,10 @@ def explore(
     limits = budget.limits
     # those with most stages per device first: these leave most freedom; selective recompute takes what time is left
     promising = sorted(incumbents.attempts, key=lambda a: (bool(a.layout.selective), -a.layout.stages, a.layout.name))
-    by_number = {(a.layout, a.is_partial): n for n, a in enumerate(promising) if a.layout.order is None}
+    by_number = {(a.layout, a.problem.is_partial): n for n, a in enumerate(promising) if a.layout.order is None}
     instances = []
     for a in promising:
-        reorders = None if a.layout.order is None else by_number.get((a.layout.by_number, a.is_partial))
+        reorders = None if a.layout.order is None else by_number.get((a.layout.by_number, a.problem.is_partial))
         instances.append(SearchedProblem(a.problem, a.placed, a.bound.ticks, tuple(a.starts), reorders))
     steps = candidates.steps()
     if not limits.reproducible:

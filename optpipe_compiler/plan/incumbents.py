@@ -65,11 +65,6 @@ class Attempt:
         """The placement's name and its stages per device."""
         return self.layout.name, self.layout.stages // self.problem.devices
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether an offload leaves a part of the activation on the device, as published schedules never do."""
-        return any(stage.staying_layers for stage in self.problem.stages)
-
     @cached_property
     def has_instants(self) -> bool:
         """Whether some op may take no time: what it holds depends on the order within a moment, as lowering has it."""

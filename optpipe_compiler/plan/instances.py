@@ -127,7 +127,7 @@ def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]
     whole += [each for each, (chosen, _) in zip(numbered, whole, strict=True) if chosen is not each[0]]
     shares = ((one, p.slicing, link_share(p)) for one, p in whole)
     parts = [(one, made(one, share, slicing)) for one, slicing, share in shares if share < 1]
-    found = whole + [(one, p) for one, p in parts if any(stage.staying_layers for stage in p.stages)]
+    found = whole + [(one, p) for one, p in parts if p.is_partial]
     found = _needed(found, options)
 
     def like(one: Layout, share: float, slicing: Slicing | None) -> Problem | None:
@@ -184,7 +184,7 @@ def beside(found: list[tuple[Layout, Problem]], options: Settled) -> list[tuple[
     long = [one for one in found if one[1].tasks <= most and _is_longer(one[1], options)]
     if options.seeds or options.kept:
         return long
-    return [one for one in long if not any(stage.staying_layers for stage in one[1].stages)]
+    return [one for one in long if not one[1].is_partial]
 
 
 def _refuse_too_large(tasks: int, options: Settled) -> None:

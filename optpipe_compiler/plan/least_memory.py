@@ -54,11 +54,10 @@ class LeastMemory:
         """
         for attempt in self.incumbents.attempts:
             problem, winner = attempt.problem, self.incumbents.winner()
-            once = None if problem.slicing else minimum.quickly_one_at_a_time(replace(problem, microbatches=1))
+            once = None if problem.slicing else minimum.quickly_one_at_a_time(problem)
             if once is None or (winner is not None and self._soonest(once, problem) >= self.incumbents.reached(winner)):
                 continue
-            timed = minimum.quickly_one_at_a_time(problem)
-            assert timed is not None
+            timed = minimum.repeated(problem, once)
             with suppress(Stuck):
                 timed = machine.orders.retime(timed, problem)
             self.incumbents.keep(attempt, timed, "least memory")
@@ -78,7 +77,9 @@ class LeastMemory:
         incumbents, cap = self.incumbents, self.caps.device_bytes
         self.find_quick()
         # where hosts have room for them, whole offloads need no more memory than those of a part
-        every = [(n, one) for n, one in enumerate(incumbents.all) if not one.is_partial or one.problem.host_limits]
+        every = [
+            (n, one) for n, one in enumerate(incumbents.all) if not one.problem.is_partial or one.problem.host_limits
+        ]
         cut = [attempt for _, attempt in every if attempt.problem.slicing is not None]
         least = _tried(incumbents, cut, cap)
         if least is not None:

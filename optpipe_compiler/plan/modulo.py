@@ -31,21 +31,20 @@ def modulo(problem: Problem, group: int, forwards_first: bool) -> Ints:
     tau = max(1, forward + middle + last)
     quick = min(tau, max(forward, middle) + max(max(s.send_activation, s.send_gradient) for s in stages))
     sigma = quick if forwards_first else tau - quick
-    grid = _Grid(problem, tau, sigma, group)
+    forward_grid, backward_grid = (_Grid(problem, tau, sigma, group) for _ in range(2))
     there, back = [], []
     time = 0
     for s, stage in enumerate(stages):
-        there.append(grid.place(s, time, 0))
-        time = grid.at(s, there[-1]) + stage.forward + stage.send_activation
-    time = int(grid.times(len(stages) - 1, there[-1])[problem.slices - 1]) + stages[-1].forward
-    grid.clear()
+        there.append(forward_grid.place(s, time, 0))
+        time = forward_grid.at(s, there[-1]) + stage.forward + stage.send_activation
+    time = int(forward_grid.times(len(stages) - 1, there[-1])[problem.slices - 1]) + stages[-1].forward
     for s in reversed(range(len(stages))):
-        back.append(grid.place(s, time, forward))
-        time = grid.at(s, back[-1]) + forward + stages[s].backward_input + stages[s].send_gradient
+        back.append(backward_grid.place(s, time, forward))
+        time = backward_grid.at(s, back[-1]) + forward + stages[s].backward_input + stages[s].send_gradient
     back.reverse()
-    forwards = np.array([grid.times(s, triple) for s, triple in enumerate(there)])
+    forwards = np.array([forward_grid.times(s, triple) for s, triple in enumerate(there)])
     positions = [*map(problem.back, range(problem.microbatches))]
-    backwards = np.array([grid.times(s, triple) for s, triple in enumerate(back)])[:, positions]
+    backwards = np.array([backward_grid.times(s, triple) for s, triple in enumerate(back)])[:, positions]
     return np.stack([forwards, backwards + forward, backwards + forward + middle])
 
 
@@ -56,11 +55,7 @@ class _Grid:
         self.problem = problem
         self.tau, self.sigma, self.group = tau, sigma, group
         self.turns = [len(problem.stages_of(device)) for device in range(problem.devices)]
-        self.clear()
-
-    def clear(self) -> None:
-        """Free all triples."""
-        self.taken: dict[int, list[int]] = {}
+        self.taken: list[list[int]] = [[] for _ in self.turns]
 
     def at(self, s: int, triple: int) -> int:
         """Return when a triple of the stage's device begins."""
@@ -69,7 +64,7 @@ class _Grid:
     def place(self, s: int, time: int, offset: int) -> int:
         """Take, for microbatch 0, the first free triple whose op at `offset` starts at `time` or later."""
         device = self.problem.stages[s].device
-        taken = self.taken.setdefault(device, [])
+        taken = self.taken[device]
         triple = -((self.at(s, 0) + offset - time) // self.tau)
         while taken and not self._fits(device, triple - taken[0]):
             triple += 1

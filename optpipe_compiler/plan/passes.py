@@ -20,7 +20,7 @@ import numpy as np
 from optpipe_compiler.plan.windows import CutWindow, most_work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -52,10 +52,11 @@ def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts, permill
     passes = [tuple(device_of[begin : begin + devices]) for begin in range(0, len(device_of), devices)]
     if any(sorted(one) != list(range(devices)) for one in passes):
         return known
-    cuts, by = list(known), _Placed(_prefix(work), tuple(device_of), slowness(devices, permille))
+    cuts, by = list(known), _Placed(_prefix(work), tuple(device_of), _slowness(devices, permille))
     lowest = share(work, device_of, permille)
     if len(passes) == 1:
-        return _one_pass(by, known, lowest)
+        _lighten(by, cuts, slice(None), lowest, Loads(lowest, None), lambda most: _one_pass_within(by, most), math.inf)
+        return tuple(cuts)
     possible = loads(work, device_of, by.heaviest(cuts), permille)
     seeking, left = True, dict[int, list[int]]()
     while seeking and by.heaviest(cuts) > max(possible.least, lowest + lowest // FINE):
@@ -69,14 +70,14 @@ def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts, permill
     return tuple(cuts)
 
 
-def slowness(devices: int, permille: Permille | None) -> tuple[int, ...]:
+def _slowness(devices: int, permille: Permille | None) -> tuple[int, ...]:
     """Return the thousandths of the time that each device takes for the same work."""
     return (1000,) * devices if permille is None else tuple(permille[:devices])
 
 
 def share(work: Sequence[int], device_of: Sequence[int], permille: Permille | None = None) -> int:
     """Return what the busiest device plainly cannot be below: an equal share of all work, and the heaviest layer."""
-    slow, total = slowness(max(device_of) + 1, permille), sum(work)
+    slow, total = _slowness(max(device_of) + 1, permille), sum(work)
     if set(slow) == {1000}:
         return max(-(-total // len(slow)), *work)
     return max(math.floor(total / sum(Fraction(1000, one) for one in slow)), max(work) * min(slow) // 1000)
@@ -105,7 +106,7 @@ def loads(work: Sequence[int], device_of: Sequence[int], known: int, permille: P
     """
     devices, prefix = max(device_of) + 1, _prefix(work)
     stages, total = len(device_of) // devices, sum(work)
-    slow, lowest = slowness(devices, permille), max(work) + sum(sorted(work)[: stages - 1])
+    slow, lowest = _slowness(devices, permille), max(work) + sum(sorted(work)[: stages - 1])
     lowest = max(share(work, device_of, permille), lowest * min(slow) // 1000)
     if set(slow) != {1000}:
         return Loads(lowest, None)
@@ -162,20 +163,32 @@ class _Placed:
         return max(work * permille // 1000 for work, permille in zip(self.work(cuts), self.slow, strict=True))
 
 
-def _one_pass(by: _Placed, known: Cuts, lowest: int) -> Cuts:
-    """Return the cut of one pass with the lightest busiest device; `known` where none is lighter."""
-    best, low, high = known, lowest, by.heaviest(known)
-    while low < high:
+def _lighten(
+    by: _Placed,
+    cuts: list[int],
+    part: slice,
+    low: int,
+    possible: Loads,
+    within: Callable[[int], list[int] | None],
+    fine: float = FINE,
+) -> None:
+    """Cut a part anew where that makes the busiest device lighter, whose load cannot be below `low`.
+
+    `within` finds cuts of the part in which no device has more than a given load. The least such load is found by
+    bisection, to a part of 1 / `fine`.
+    """
+    high = by.heaviest(cuts)
+    while high - low > low // fine:
         target = (low + high) // 2
-        found = _one_pass_within(by, target)
+        found = within(target) if possible.is_any(low, target) else None
         if found is None:
             low = target + 1
         else:
-            best, high = found, by.heaviest(found)
-    return best
+            cuts[part] = found
+            high = by.heaviest(cuts)
 
 
-def _one_pass_within(by: _Placed, target: int) -> Cuts | None:
+def _one_pass_within(by: _Placed, target: int) -> list[int] | None:
     """Return a cut of one pass in which no device has more than that; None where there is none.
 
     Stage by stage, a layer can be the last one if with those from the last place where the stage can begin it fits.
@@ -193,7 +206,7 @@ def _one_pass_within(by: _Placed, target: int) -> Cuts | None:
     cuts = [len(by.prefix) - 1]
     for begin in reversed(begins):
         cuts.append(int(begin[cuts[-1]]))
-    return tuple(reversed(cuts))
+    return cuts[::-1]
 
 
 def _improve(
@@ -213,15 +226,7 @@ def _improve(
         slow=tuple(by.slow[device] for device in order),
         turns=passes[number + 1] != order,
     )
-    low, high = lowest, by.heaviest(cuts)  # high is reached, and nothing below lowest can be
-    while high - low > low // FINE:
-        target = (low + high) // 2
-        found = pair.within(target) if possible.is_any(low, target) else None
-        if found is None:
-            low = target + 1
-        else:
-            cuts[first : end + 1] = found
-            high = by.heaviest(cuts)
+    _lighten(by, cuts, slice(first, end + 1), lowest, possible, pair.within)
 
 
 def _move(by: _Placed, passes: Sequence[tuple[int, ...]], cuts: list[int], possible: Loads) -> None:
@@ -230,22 +235,14 @@ def _move(by: _Placed, passes: Sequence[tuple[int, ...]], cuts: list[int], possi
     directions = tuple(1 if one == passes[0] else -1 for one in passes)
     phases = sorted({n * devices // PHASES for n in range(PHASES)}) if min(directions) > 0 else [0]
     slow = tuple(by.slow[device] for device in passes[0])
-    high = by.heaviest(cuts)
     number = tried = 0
-    while tried < len(phases) and high > possible.least + possible.least // FINE:
+    while tried < len(phases) and (high := by.heaviest(cuts)) > possible.least + possible.least // FINE:
         window = CutWindow(by.prefix, directions, tuple(cuts), phases[number % len(phases)], slow)
         number, tried = number + 1, tried + 1
-        low, target = possible.least, high - 1
-        while high - low > low // FINE:
-            found = window.within(target) if possible.is_any(low, target) else None
-            if found is None:
-                if target == high - 1:
-                    break
-                low = target + 1
-            else:
-                cuts[:], tried = found, 0
-                high = by.heaviest(cuts)
-            target = (low + high) // 2
+        found = window.within(high - 1) if possible.is_any(possible.least, high - 1) else None
+        if found is not None:
+            cuts[:], tried = found, 0
+            _lighten(by, cuts, slice(None), possible.least, possible, window.within)
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,9 @@ def plant(incumbents: Incumbents, named: Sequence[ir.Checked], kept: Sequence[ir
     for attempt in incumbents.attempts:
         if attempt.best is not None and attempt.problem.slicing is None:
             start = Start.of_schedule(attempt.best)
-            same = attempt.layout.by_number, attempt.is_partial
+            same = attempt.layout.by_number, attempt.problem.is_partial
             for other in incumbents.attempts:  # in every order of the devices
-                if (other.layout.by_number, other.is_partial) == same:
+                if (other.layout.by_number, other.problem.is_partial) == same:
                     other.starts.append(start)
 
 

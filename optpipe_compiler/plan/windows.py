@@ -165,12 +165,9 @@ class CutWindow:
         for row in self._rows:
             free = tuple(sorted(set(row) - {0, len(self.cuts) - 1}))
             near = self._grid(free, _width(len(free), NEAR * self._most))
-            fixed = {0: 0, len(self.cuts) - 1: len(self.prefix) - 1}
-            found.append(
-                np.stack(
-                    [near[:, free.index(c)] if c not in fixed else np.full(len(near), fixed[c]) for c in row], axis=1
-                )
-            )
+            begin, end = np.zeros(len(near), np.int64), np.full(len(near), len(self.prefix) - 1)
+            column = {0: begin, len(self.cuts) - 1: end} | dict(zip(free, near.T, strict=True))
+            found.append(np.stack([column[cut] for cut in row], axis=1))
         return found
 
     def _grid(self, numbers: Sequence[int], width: int) -> Ints:

@@ -42,12 +42,12 @@ def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
         starts = _in_least(single, _offloads_that_fit(single, fixed), fixed)
         if not _fits_hosts(single, starts):  # one of the devices was solved for
             starts = _solve(single, fixed)
-    return _repeated(problem, starts)
+    return repeated(problem, _serial(single, starts))
 
 
 def quickly_one_at_a_time(problem: Problem) -> Schedule | None:
-    """Return a schedule that runs one microbatch after the other within the budgets and takes the least time to bring
-    back what left; None where this finds none.
+    """Return a schedule of one microbatch within the budgets that takes the least time to bring back what left; None
+    where this finds none.
 
     Devices are looked at alone: what their neighbours have on its way is not counted.
     """
@@ -60,19 +60,18 @@ def quickly_one_at_a_time(problem: Problem) -> Schedule | None:
             return None
         orders.append(order)
     starts = _merged(single, orders)
-    return _repeated(problem, starts) if _fits_hosts(single, starts) else None
+    return _serial(single, starts) if _fits_hosts(single, starts) else None
 
 
-def _repeated(problem: Problem, starts: dict[Task, int]) -> Schedule:
-    """Return the order of one microbatch, once for each, one after the other."""
-    alone = _serial(replace(problem, microbatches=1), starts)
-    period = max(map(alone.end, alone.starts))
-    repeated = {
+def repeated(problem: Problem, once: Schedule) -> Schedule:
+    """Return a schedule of one microbatch for all of them, one after the other."""
+    period = max(map(once.end, once.starts))
+    starts = {
         Task(task.kind, task.stage, m): start + m * period
         for m in range(problem.microbatches)
-        for task, start in alone.starts.items()
+        for task, start in once.starts.items()
     }
-    return Schedule(problem, "one-at-a-time", repeated)
+    return Schedule(problem, once.method, starts)
 
 
 def _fits_hosts(single: Problem, starts: dict[Task, int]) -> bool:

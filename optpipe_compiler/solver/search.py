@@ -49,14 +49,14 @@ class Searcher:
                     return "KILLED"
                 heard = self._processes.listen(min(0.5, max(0.01, left)) if left > 0 else 0.5)
                 if not heard:
-                    on_event(SearchEvent("tick"))
+                    on_event(SearchEvent())
                 for _, event in heard:
                     if isinstance(event, Ended):
                         return "DIED"
                     on_event(event)
-                    if event.kind == "end":
+                    if event.status is not None:
                         done = True
-                        return str(event.text)
+                        return str(event.status)
         finally:
             if not done:
                 self.close()

@@ -54,12 +54,11 @@ class Request:
 
 @dataclass(frozen=True)
 class SearchEvent:
-    """What the search reports: better starts, a better bound (ticks), or its end with a status name."""
+    """What the search reports: better starts, a better bound (ticks), its end by a status name; nothing: it goes on."""
 
-    kind: str
     starts: dict[Task, int] | None = None
     bound: int | None = None
-    text: str = ""
+    status: str | None = None
     spent: float = 0.0
     """Deterministic time of the search."""
 
@@ -110,13 +109,13 @@ def solve(request: Request, send: Callable[[SearchEvent], None]) -> None:
 
     class Improved(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
-            send(SearchEvent("solution", starts=read_starts(self.value)))
+            send(SearchEvent(starts=read_starts(self.value)))
 
-    solver.best_bound_callback = lambda bound: send(SearchEvent("bound", bound=round(bound)))
+    solver.best_bound_callback = lambda bound: send(SearchEvent(bound=round(bound)))
     status = solver.solve(model, Improved())
     name = solver.status_name(status)
     bound = round(solver.best_objective_bound) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    send(SearchEvent("end", bound=bound, text=name, spent=solver.response_proto.deterministic_time))
+    send(SearchEvent(bound=bound, status=name, spent=solver.response_proto.deterministic_time))
 
 
 def _cores() -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.report import machine, publish, state
-from optpipe_compiler.compiler import Options, compile_schedule, link_share, under_noise
+from optpipe_compiler.compiler import Options, compile_schedule, under_noise
 from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.costs.noise import noisy
 from optpipe_compiler.documents.profile import Model
@@ -29,6 +29,7 @@ from optpipe_compiler.machine.orders import retime
 from optpipe_compiler.model.placement import Layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, messages_overhead_ns
 from optpipe_compiler.model.schedule import Schedule
+from optpipe_compiler.plan.instances import link_share
 from optpipe_compiler.plan.seeds import times_of
 from optpipe_compiler.view.measured import noise_lines
 from optpipe_torch.launch.run import run

@@ -24,12 +24,13 @@ from unittest.mock import patch
 import optpipe_compiler
 from bench.published import REFERENCE
 from optpipe_compiler import compiler
-from optpipe_compiler.compiler import SEVERAL, Options, Progress, compile_schedule, settled
+from optpipe_compiler.compiler import Options, Progress, compile_schedule, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.machine.orders import peaks
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.plan import candidates
+from optpipe_compiler.plan.instances import SEVERAL
 from optpipe_compiler.published import METHODS, NotDefined, published
 
 if TYPE_CHECKING:

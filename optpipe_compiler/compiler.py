@@ -25,19 +25,16 @@ from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.instances import (
-    SEVERAL,
     Least,
     beside,
     in_time,
     instances,
-    layouts,
     least_of,
-    link_share,
     lower_bound,
     too_long,
 )
 from optpipe_compiler.plan.least_memory import LeastMemory
-from optpipe_compiler.plan.options import TIME_LIMITS, Options, Settled, recorded, settled
+from optpipe_compiler.plan.options import Options, Settled, recorded, settled
 from optpipe_compiler.plan.spare import spare
 from optpipe_compiler.verify import Violated, check
 
@@ -49,8 +46,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.schedule import Schedule
 
 __all__ = [
-    "SEVERAL",
-    "TIME_LIMITS",
     "Least",
     "Options",
     "Progress",
@@ -60,9 +55,7 @@ __all__ = [
     "compile_schedule",
     "in_time",
     "instances",
-    "layouts",
     "left_out",
-    "link_share",
     "lower_bound",
     "placement_of",
     "recorded",
@@ -160,16 +153,8 @@ def bounded(profile: Profile, options: Options) -> Least:
     if chosen.slices != 1 or chosen.lengths is not None:
         return least
     caps = Caps(chosen.mem_bytes, chosen.host_mem_bytes)
-    attempts = [
-        Attempt(
-            one,
-            replace(problem, microbatches=1),
-            bounds.Bound(least.argument, 0),
-            fixed=tuple(static_bytes(profile, one)),
-            lowered=partial(promised, profile=profile, layout=one),
-        )
-        for one, problem in every
-    ]
+    no_bound = bounds.Bound(least.argument, 0)
+    attempts = [_attempt(profile, one, replace(problem, microbatches=1), no_bound) for one, problem in every]
     found = Incumbents(attempts, chosen.objective, lambda phase: None)
     no_time = replace(chosen.limits, time_limit_s=0.0, reproducible=False)
     memory = LeastMemory(found, caps, Budget(no_time, 1, time.monotonic()))
@@ -183,6 +168,11 @@ def bounded(profile: Profile, options: Options) -> Least:
     except MissingDependency:
         return least
     return least
+
+
+def _attempt(profile: Profile, one: Layout, problem: Problem, bound: bounds.Bound) -> Attempt:
+    fixed = tuple(static_bytes(profile, one))
+    return Attempt(one, problem, bound, fixed, lowered=partial(promised, profile=profile, layout=one))
 
 
 GRACE_S = 1.0
@@ -230,7 +220,10 @@ class _Compilation:
         self.caps = Caps(options.mem_bytes, options.host_mem_bytes)
         every, compiled_s = self._instances()
         chosen = in_time(every, options)
-        attempts, longer = ([self._attempt(*each) for each in several] for several in (chosen, beside(every, options)))
+        attempts, longer = (
+            [_attempt(profile, one, problem, bounds.best(problem, options.objective)) for one, problem in several]
+            for several in (chosen, beside(every, options))
+        )
         attempts[0].notes += too_long(every, chosen, options)
         self.incumbents = Incumbents(attempts, options.objective, self._report, longer, options.further)
         self.candidates = Candidates(self.incumbents)
@@ -245,15 +238,6 @@ class _Compilation:
             self.on_progress(Progress("compiling the search, once on this machine", None, None, "", begin - self.begin))
         found = instances(self.profile, self.options)
         return found, time.monotonic() - begin if compiles and is_kept() else 0.0
-
-    def _attempt(self, one: Layout, problem: Problem) -> Attempt:
-        return Attempt(
-            one,
-            problem,
-            bounds.best(problem, self.options.objective),
-            fixed=tuple(static_bytes(self.profile, one)),
-            lowered=partial(promised, profile=self.profile, layout=one),
-        )
 
     def run(self) -> Result:
         """Plan until the time is spent; then certify and verify the best schedule.
@@ -283,13 +267,12 @@ class _Compilation:
             noisy = under_noise(checked.schedule, self.profile, self.options.noise)
         notes = tuple(note for each in self.incumbents.attempts for note in each.notes)
         notes += tuple(left_out(checked.schedule, self.profile))
-        wall_s = time.monotonic() - self.begin
         return Result(
             checked,
             self.options,
             placement=attempt.layout.name,
             interrupted=self.budget.is_interrupted,
-            wall_s=wall_s,
+            wall_s=time.monotonic() - self.begin,
             notes=notes,
             quantiles=noisy,
             considered=tuple(checked for *_, checked in found),

@@ -22,6 +22,7 @@ from optpipe_compiler import cli, compiler
 from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput, Infeasible, MissingDependency, NotFound, Rejected, RunFailed
+from optpipe_compiler.plan.options import TIME_LIMITS
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
@@ -663,7 +664,7 @@ def test_the_help_of_every_command_shows_an_example_of_itself(run, command):
 
 
 def test_the_help_of_compile_names_the_time_limits_of_the_planner(run):
-    (few, first), (more, second), (_, last) = compiler.TIME_LIMITS
+    (few, first), (more, second), (_, last) = TIME_LIMITS
     limits = f"[default: {first:g} up to {few} devices, {second:g} up to {more}, {last:g} above]"
     assert limits in " ".join(run("compile", "--help").out.split())
 

@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler import compiler, processes
-from optpipe_compiler.compiler import Options, Progress, Result, compile_schedule, layouts, settled
+from optpipe_compiler.compiler import Options, Progress, Result, compile_schedule, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Host, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.plan import budget, candidates, exact
 from optpipe_compiler.plan.cuts import _Costs
-from optpipe_compiler.plan.instances import instances, too_long
+from optpipe_compiler.plan.instances import instances, layouts, link_share, too_long
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.solver import search
 from optpipe_compiler.solver.worker import SearchEvent
@@ -658,7 +658,7 @@ def test_where_the_link_is_too_slow_for_whole_activations_a_part_of_their_layers
     whole, part = (problem for one, problem in found if one.stages == 2)
     assert [stage.staying_layers for stage in whole.stages] == [0, 0]
     assert [stage.staying_layers for stage in part.stages] == [2, 2]
-    assert compiler.link_share(whole) == pytest.approx(3 / 6)
+    assert link_share(whole) == pytest.approx(3 / 6)
     assert verify(compiler.compile_schedule(slow, replace(options, time_limit_s=1.0)).schedule, slow) == []
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from optpipe_compiler.compiler import Options, instances, layouts, lower_bound, settled
+from optpipe_compiler.compiler import Options, instances, lower_bound, settled
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.neighbours import joined, runs
 from optpipe_compiler.model.placement import in_runs, layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, build
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.plan.instances import MOST_NEIGHBOURS
+from optpipe_compiler.plan.instances import MOST_NEIGHBOURS, layouts
 from optpipe_compiler.published import is_for, published, recipe
 from optpipe_compiler.verify import verify
 from tests.instances import problem, quick, uniform

@@ -8,11 +8,12 @@ import sys
 import pytest
 from msgspec import structs
 
-from optpipe_compiler.compiler import Options, compile_schedule, layouts, settled
+from optpipe_compiler.compiler import Options, compile_schedule, settled
 from optpipe_compiler.documents import profile
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.placement import stage_devices
+from optpipe_compiler.plan.instances import layouts
 from optpipe_compiler.verify import verify
 from tests.instances import uniform
 

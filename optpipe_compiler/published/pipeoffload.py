@@ -48,10 +48,8 @@ def offloading(
             raise NotDefined(f"{name} offloads activations, which --no-offload forbids")
         for stage in chosen:
             if not problem.can_offload(stage):
-                device = problem.stages[stage].device
-                raise NotDefined(
-                    f"{name} offloads stage {stage}, but device {device} has no host link or nothing to move"
-                )
+                where = f"device {problem.stages[stage].device}"
+                raise NotDefined(f"{name} offloads stage {stage}, but {where} has no host link or nothing to move")
         return Recipe(orders, of_stages(problem, chosen), streaming=streaming)
 
     return offloaded

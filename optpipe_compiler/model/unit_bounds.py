@@ -161,7 +161,7 @@ def countings(problem: Problem) -> list[list[int]]:
     return [*map(list, zip_longest(*found, fillvalue=0))]
 
 
-def least_areas(problem: Problem, fits: Sequence[int] = ()) -> list[list[Area]]:
+def least_areas(problem: Problem, fits: Sequence[int]) -> list[list[Area]]:
     """Return the least areas of an activation by class and stage; sizes are those of `counted` with `fits` by device.
 
     Between the start of its forward and that of its backward at stage s lie: its own way through the later stages,
@@ -177,7 +177,7 @@ def least_areas(problem: Problem, fits: Sequence[int] = ()) -> list[list[Area]]:
             areas: list[Area] = []
             for s in reversed(range(len(stages))):
                 stage = stages[s]
-                budget, number = problem.budget[stage.device], fits[stage.device] if fits else 0
+                budget, number = problem.budget[stage.device], fits[stage.device]
                 sizes = stage.saved, stage.staying, stage.checkpoint, stage.residue
                 saved, staying, checkpoint, residue = (counted(size, budget, number) for size in sizes)
                 stay = stage.forward + stage.send_activation + way

@@ -33,7 +33,7 @@ from optpipe_compiler.verify import Violated, check
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from optpipe_compiler.compiler import Options, Progress, Result
+    from optpipe_compiler.compiler import Options, Progress, Result, Settled
 
 MOST_BYTES = 500 * 10**6
 """Of all plans together; those that were not used for the longest time are removed beyond it."""
@@ -261,7 +261,7 @@ class Halfway:
 class _Question:
     """A profile and settled options, as the cache names and compares them."""
 
-    def __init__(self, profile: Profile, options: Options) -> None:
+    def __init__(self, profile: Profile, options: Settled) -> None:
         self.profile = profile
         self.options = options
         self.profile_digest = profile.digest()
@@ -333,8 +333,8 @@ class _Question:
             return float("inf"), 0.0
         pairs = zip(about.costs, self.costs, strict=True)
         costs = max((abs(a - b) / max(a, b) for a, b in pairs if max(a, b) > 0), default=0.0)
-        most = max(about.microbatches, self.options.microbatches or 1)
-        far = abs(about.microbatches - (self.options.microbatches or 1)) / most
+        microbatches = self.options.microbatches
+        far = abs(about.microbatches - microbatches) / max(about.microbatches, microbatches)
         return costs, far + abs(about.mem_bytes - self.options.mem_bytes) / max(1, about.mem_bytes)
 
 

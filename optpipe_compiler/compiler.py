@@ -265,13 +265,12 @@ class _Compilation:
             noisy = under_noise(checked.schedule, self.profile, self.options.noise)
         notes = tuple(note for each in self.incumbents.attempts for note in each.notes)
         notes += tuple(left_out(checked.schedule, self.profile))
-        wall_s = time.monotonic() - self.begin
         return Result(
             checked,
             self.options,
             placement=attempt.layout.name,
             interrupted=self.budget.is_interrupted,
-            wall_s=wall_s,
+            wall_s=time.monotonic() - self.begin,
             notes=notes,
             quantiles=noisy,
             considered=tuple(checked for *_, checked in found),

@@ -216,7 +216,7 @@ def _surroundings() -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed(*, is_served: bool = False) -> Iterator[None]:
+def _undisturbed(*, is_served: bool) -> Iterator[None]:
     """Deliver signals only when a process has been started as a whole: a half-started one would say so on stderr.
 
     For Ctrl-C, which a terminal sends to all, that holds in the process, too: it begins with SIGINT blocked. Python's

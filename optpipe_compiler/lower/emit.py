@@ -234,8 +234,7 @@ def _forecast(
     schedule: Schedule, profile: Profile, layout: Layout, graph: Graph, certificate: Certificate
 ) -> ir.Forecast:
     completed = graph.nodes.end.copy()  # a message half is complete when the message arrives
-    arrivals = completed[-graph.messages :] if graph.messages else completed[:0]
-    completed[graph.ops :] = np.tile(arrivals, 3)
+    completed[graph.ops :] = np.tile(completed[graph.ops + 2 * graph.messages :], 3)
     names: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
     lanes = [
         (layout.named(device), name, graph.lane(lane, device))

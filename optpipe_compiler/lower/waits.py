@@ -100,7 +100,7 @@ def _waiting(graph: Graph, order: Ints, peaks: list[tuple[int, int]]) -> Waiting
     takers = [_sums((nodes.taken[graph.lane(what, d)] > 0) * 1) for d in range(devices) for what in (COMPUTE, H2D)]
     totals = [one[-1] + 1 for one in takers]
     rows = [total * width for total, width in zip(totals, np.repeat(widths, 2), strict=True)]
-    takings = np.stack([_begins(list(map(len, takers))), _begins(totals), _begins(rows)], axis=1)
+    takings = np.stack([_begins(takers), _sums(totals)[:-1], _sums(rows)[:-1]], axis=1)
     returned = [_sums(nodes.host_given[graph.lane(H2D, d)]) for d in range(devices)]
 
     turns = completions(graph, order)
@@ -123,9 +123,9 @@ def _waiting(graph: Graph, order: Ints, peaks: list[tuple[int, int]]) -> Waiting
         firsts=_sums(widths),
         chains=np.array([c for numbers in local for c in numbers], np.int64),
         places=places,
-        givens=_begins(list(map(len, given))),
+        givens=_begins(given),
         given=_joined(given),
-        freeing=_sums(np.array(list(map(len, freers)), np.int64)),
+        freeing=_sums(list(map(len, freers))),
         freers=_joined(freers),
         latest=np.full(sum(widths), NONE, np.int64),
         seen=np.full(sum(widths), NONE, np.int64),
@@ -133,7 +133,7 @@ def _waiting(graph: Graph, order: Ints, peaks: list[tuple[int, int]]) -> Waiting
         peaks=np.array(peaks, np.int64),
         held=np.zeros(devices, np.int64),
         returned=_joined(returned),
-        returns=_begins(list(map(len, returned))),
+        returns=_begins(returned),
         lanes=np.array(lanes, np.int64),
         counts=np.zeros((devices, 2), np.int64),
         takers=_joined(takers),
@@ -156,11 +156,11 @@ def _joined(arrays: list[Ints]) -> Ints:
     return np.concatenate([*arrays, np.empty(0, np.int64)])
 
 
-def _begins(lengths: list[int]) -> Ints:
+def _begins(arrays: list[Ints]) -> Ints:
     """Return where each of some arrays begins where one follows the other."""
-    return _sums(np.array(lengths, np.int64))[:-1]
+    return _sums(list(map(len, arrays)))[:-1]
 
 
-def _sums(numbers: Ints) -> Ints:
+def _sums(numbers: Ints | list[int]) -> Ints:
     """Return the sums of the first 0, 1, ... of them."""
-    return np.concatenate([[0], np.cumsum(numbers)])
+    return np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, chain, compress, pairwise, starmap
+from itertools import chain, compress, pairwise, starmap
 from math import ceil
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +20,7 @@ from optpipe_compiler.model.unit_bounds import (
     countings,
     device_work,
     head_and_work,
-    head_of,
+    heads_of,
     least_areas,
     memory_time,
     round_trip,
@@ -94,7 +94,7 @@ def resources(problem: Problem) -> int:
 
         min(offload alone, l offload) + min(reload alone, (1 - l) reload).
     """
-    groups, found = _groups(problem), []
+    groups, heads, found = _groups(problem), heads_of(problem), []
     known: dict[_Shares, _Mean] = {}
     for fits in countings(problem):
         (areas,) = least_areas(problem, fits)
@@ -102,7 +102,7 @@ def resources(problem: Problem) -> int:
         for group in groups:
             mine = [problem.stages_of(device) for device in group]
             if all(mine) and all(problem.budget[device] > 0 for device in group):
-                head = min(head_of(problem, stages[0]) for stages in mine)
+                head = min(heads[stages[0]] for stages in mine)
                 shares = _shares(problem, mine, areas, rooms)
                 if shares not in known:
                     known[shares] = shares.heaviest()
@@ -258,13 +258,14 @@ def fill_and_drain(problem: Problem) -> int:
     Devices that share a link share what it can move, from the end of their first forward on: the mean over them is
     bounded. makespan >= mean of work + losses. As in `head_and_work` it also holds of a device's last stages alone.
     """
-    result, ways, most = Fraction(0), _ways_back(problem), 2 * round_trip(problem)
+    result, ways, trips = Fraction(0), _ways_back(problem), _trips(problem)
+    heads, most = heads_of(problem), 2 * round_trip(problem)
     for group in _groups(problem):
         parts = [problem.stages_of(device) for device in group]
         if all(parts) and all(problem.budget[device] > 0 for device in group):
             alone = parts[0] if len(parts) == 1 else []
             for several in [parts, *([mine] for mine in _last_of(problem, alone, most))]:
-                ends = [_Ends(problem, mine, ways) for mine in several]
+                ends = [_Ends(problem, mine, heads, trips, ways) for mine in several]
                 work = problem.microbatches * sum(_work_of(problem, mine) for mine in several)
                 result = max(result, Fraction(work + _lost(problem, ends)) / len(several))
     return ceil(result)
@@ -285,22 +286,19 @@ def _work_of(problem: Problem, several: Iterable[int]) -> int:
 class _Ends:
     """The two ends of one device: how long they last at least, and how much work memory and link allow in them.
 
-    `mine` are its stages, in their order, and `ways` are those of `_ways_back`.
+    `mine` are its stages, in their order; the rest are those of `heads_of`, `_trips` and `_ways_back`.
     """
 
-    def __init__(self, problem: Problem, mine: list[int], ways: Sequence[int]) -> None:
+    def __init__(self, problem: Problem, mine: list[int], heads: list[int], trips: list[int], ways: list[int]) -> None:
         stages, last = problem.stages, mine[-1]
         own = [stages[s] for s in mine]
         budget, microbatches = problem.budget[own[0].device], problem.microbatches
-        self.head = head_of(problem, mine[0])
+        self.head = heads[mine[0]]
         self.first = self.head + own[0].forward
         """When the first activation is there, which the link may take."""
-        there = head_of(problem, len(stages))
-        after = there - head_of(problem, last) - stages[last].forward
-        home = sum(backward_of(problem, t) + t.send_gradient for t in stages[last + 1 :])
-        self.fill = there + home - self.head
+        self.fill = heads[last] - self.head + stages[last].forward + trips[last]
         """From the first forward that can come to the first backward that can come."""
-        self.drain = after + sum(backward_of(problem, t) + t.send_gradient for t in stages)
+        self.drain = trips[last] + sum(backward_of(problem, t) + t.send_gradient for t in stages[: last + 1])
         """From the end of the last forward to the end of all."""
         way = own[0].send_gradient + ways[mine[0] - 1] if mine[0] else 0
         weights = [(stage.backward_weight, stage.residue) for stage in own] if problem.freedom.split else []
@@ -451,7 +449,7 @@ def one_by_one(problem: Problem) -> int:
     kept: F, the way through the later stages and back, and the backward. Offloaded: F, D, H and the backward, transfers
     alone on their link. Recomputed: F, R and the backward.
     """
-    result, trips = 0, _trips(problem)
+    result, heads, trips = 0, heads_of(problem), _trips(problem)
 
     def between(s: int) -> int:
         stage = problem.stages[s]
@@ -464,7 +462,7 @@ def one_by_one(problem: Problem) -> int:
         beside = min((min(s.saved, s.residue) if problem.freedom.split else s.saved for s in mine), default=0)
         if mine and problem.budget[device] < smallest + beside:
             ticks = _work_of(problem, numbers) + sum(map(between, numbers))
-            result = max(result, head_of(problem, numbers[0]) + problem.microbatches * ticks)
+            result = max(result, heads[numbers[0]] + problem.microbatches * ticks)
     return result
 
 
@@ -483,7 +481,7 @@ class _Rest:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         stages = problem.stages
-        self.heads = list(accumulate((stage.forward + stage.send_activation for stage in stages), initial=0))
+        self.heads = heads_of(problem)
         self.home = [way - backward_of(problem, stage) for way, stage in zip(_ways_back(problem), stages, strict=True)]
         """From the end of a stage's backward, by its shortest time, to the end of all."""
         self.stages: list[tuple[int, int]] = []

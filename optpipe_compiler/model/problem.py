@@ -439,9 +439,7 @@ def transfer_ns(size: int, bytes_per_s: int, latency_ns: int) -> int:
 
 def message_ns(machine: Machine, size: int, source: int, target: int) -> int:
     """Return the time of a message between two devices; 0 on the same one."""
-    if source == target:
-        return 0
-    entry = machine.p2p_of(source, target)
+    entry = None if source == target else machine.p2p_of(source, target)
     if entry is None:
         return 0
     size, speed = (0, 1) if entry.bytes_per_s is None else (size, value_of(entry.bytes_per_s))

@@ -120,6 +120,11 @@ class Schedule:
         return Columns(kind, stage, microbatch, start, _ends(self.problem, kind, stage, microbatch, start))
 
     @cached_property
+    def device(self) -> Ints:
+        """The device of each task of `columns`."""
+        return np.array(self.problem.device_of)[self.columns.stage]
+
+    @cached_property
     def makespan(self) -> int:
         """Last end minus first start."""
         return int(self.columns.end.max() - self.columns.start.min())
@@ -128,8 +133,7 @@ class Schedule:
     def span(self) -> int:
         """The longest time from first start to last end on one device's compute lane."""
         columns = self.columns
-        device = np.array(self.problem.device_of)[columns.stage]
-        lanes = [(columns.kind < Kind.D) & (device == d) for d in range(self.problem.devices)]
+        lanes = [(columns.kind < Kind.D) & (self.device == d) for d in range(self.problem.devices)]
         return max(int(columns.end[lane].max() - columns.start[lane].min()) for lane in lanes if lane.any())
 
     @cached_property
@@ -145,8 +149,7 @@ class Schedule:
         away, back = (one[stage, classes(self.problem)[microbatch]] * is_offloaded for one in busy)
         behind = columns.end[rows] + away * (kind == Kind.F)
         before = columns.start[rows] - back * ((kind == Kind.I) | (kind == Kind.B))
-        device = np.array(self.problem.device_of)[stage]
-        lanes = [device == d for d in range(self.problem.devices)]
+        lanes = [self.device[rows] == d for d in range(self.problem.devices)]
         return all(bool((behind[lane][:-1] <= before[lane][1:]).all()) for lane in lanes)
 
     @cached_property
@@ -169,8 +172,7 @@ class Schedule:
     def computed(self) -> list[int]:
         """Ticks that each device computes."""
         columns, computed = self.columns, np.zeros(self.problem.devices, np.int64)
-        device, ticks = np.array(self.problem.device_of)[columns.stage], columns.end - columns.start
-        np.add.at(computed, device, ticks * (columns.kind < Kind.D))
+        np.add.at(computed, self.device, (columns.end - columns.start) * (columns.kind < Kind.D))
         found: list[int] = computed.tolist()
         return found
 
@@ -204,14 +206,12 @@ class Schedule:
     @cached_property
     def host_peaks(self) -> tuple[int, ...]:
         """Most host memory that each device's offloads hold at one time (units)."""
-        moved = figures(self.problem, "moved")
-        device = np.array(self.problem.device_of)
         kind, stage, microbatch, start, end = self.columns
-        number = classes(self.problem)[microbatch]
+        moved = figures(self.problem, "moved")[stage, classes(self.problem)[microbatch]]
         away, back = kind == Kind.D, kind == Kind.H
         times = np.concatenate([start[away], end[back]])
-        sizes = np.concatenate([moved[stage[away], number[away]], -moved[stage[back], number[back]]])
-        owners = device[np.concatenate([stage[away], stage[back]])]
+        sizes = np.concatenate([moved[away], -moved[back]])
+        owners = np.concatenate([self.device[away], self.device[back]])
         peaks = []
         for d in range(self.problem.devices):
             mine = owners == d
@@ -226,12 +226,10 @@ class Schedule:
         the first half, before it drains.
         """
         kind, stage, unit, start, end = self.columns
-        device, whole = np.array(self.problem.device_of)[stage], unit // self.problem.slices
-        is_compute = kind < Kind.D
-        count = self.problem.microbatches // self.problem.slices
-        lane = np.where(
-            is_compute, device, self.problem.devices + 2 * stage_links(self.problem)[stage] + (kind == Kind.H)
-        )
+        device, whole, is_compute = self.device, unit // self.problem.slices, kind < Kind.D
+        count = self.problem.whole
+        on_link = self.problem.devices + 2 * stage_links(self.problem)[stage] + (kind == Kind.H)
+        lane = np.where(is_compute, device, on_link)
         busiest = int(np.bincount(lane, end - start).max())
         ended = np.zeros((self.problem.devices, count), np.int64)
         np.maximum.at(ended, (device[is_compute], whole[is_compute]), end[is_compute])

@@ -8,7 +8,7 @@ count equal activations.
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import accumulate, compress
+from itertools import accumulate, compress, zip_longest
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,7 +66,7 @@ def head_and_work(problem: Problem, objective: str = "makespan") -> int:
     """
     result, numbers = 0, range(len(problem.stages))
     last = problem.by_class[problem.class_of(problem.back(problem.microbatches - 1))]
-    heads = [*accumulate(map(_way_on, problem.by_class[problem.class_of(0)]), initial=0)]
+    heads = heads_of(problem)
     homes = [*accumulate((last[s].send_gradient + last[s - 1].backward for s in numbers[1:]), initial=0)]
     if problem.freedom.split:
         homes = [0 for _ in homes]
@@ -78,40 +78,36 @@ def head_and_work(problem: Problem, objective: str = "makespan") -> int:
     return result
 
 
-def _way_on(stage: Stage) -> int:
-    return stage.forward + stage.send_activation
-
-
-def head_of(problem: Problem, s: int) -> int:
-    """Return the earliest time at which a forward of stage s can start: that of the first unit."""
-    return sum(map(_way_on, problem.by_class[problem.class_of(0)][:s]))
+def heads_of(problem: Problem) -> list[int]:
+    """Return the earliest time at which a forward of each stage can start: that of the first unit."""
+    first = problem.by_class[problem.class_of(0)]
+    return [*accumulate((stage.forward + stage.send_activation for stage in first[:-1]), initial=0)]
 
 
 def round_trip(problem: Problem) -> int:
     """makespan and span >= the critical path of a microbatch: forwards of its slices ascending, backwards descending.
 
     With f(s, k) the earliest end of the forward of slice k on stage s,
-    f(s, k) = max(f(s - 1, k) + message, f(s, k - 1)) + forward; likewise back from the last stage and slice. The first
-    stage's device sees both ends.
+    f(s, k) = max(f(s - 1, k) + message, f(s, k - 1)) + forward, the first of which `came` holds; likewise back from the
+    last stage and slice. The first stage's device sees both ends.
     """
     n, result = problem.slices, 0
     for first in range(0, problem.microbatches, n) if _shapes(problem) > 1 else (0,):
         units = [problem.by_class[problem.class_of(first + k)] for k in range(n)]
-        count = len(units[0])
-        ends = [0] * n
-        for s in range(count):
-            before = 0
+        came = [0] * n
+        for s in range(len(problem.stages)):
+            end = 0
             for k in range(n):
-                came = ends[k] + (units[k][s - 1].send_activation if s else 0)
-                before = ends[k] = max(came, before) + units[k][s].forward
-        ends = ends[-1:] * n
-        for s in reversed(range(count)):
-            before = 0
+                end = max(came[k], end) + units[k][s].forward
+                came[k] = end + units[k][s].send_activation
+        came = came[-1:] * n
+        for s in reversed(range(len(problem.stages))):
+            end = 0
             for k in reversed(range(n)):
-                came = ends[k] + (units[k][s + 1].send_gradient if s + 1 < count else 0)
-                before = ends[k] = max(came, before) + backward_of(problem, units[k][s])
+                end = max(came[k], end) + backward_of(problem, units[k][s])
+                came[k] = end + units[k][s].send_gradient
         rest = work_of(problem, units[0][0]) - units[0][0].forward - backward_of(problem, units[0][0])
-        result = max(result, ends[0] + max(0, rest))
+        result = max(result, end + max(0, rest))
     return result
 
 
@@ -125,7 +121,7 @@ def memory_time(problem: Problem) -> int:
     Keys and values, and their gradients, count as the rest of an activation does: the former are a part of it, and
     those of the latter are left out. It holds of sizes as they are, and of those of `counted`.
     """
-    result, counts = Fraction(0), _counts(problem)
+    result, counts, heads = Fraction(0), _counts(problem), heads_of(problem)
     for fits in countings(problem):
         areas = least_areas(problem, fits)
         for device in range(problem.devices):
@@ -137,7 +133,7 @@ def memory_time(problem: Problem) -> int:
             )
             if mine and area and problem.budget[device] > 0:
                 room = problem.budget[device] * max(1, fits[device])
-                result = max(result, head_of(problem, mine[0]) + Fraction(area, room))
+                result = max(result, heads[mine[0]] + Fraction(area, room))
     return ceil(result)
 
 
@@ -162,11 +158,10 @@ def countings(problem: Problem) -> list[list[int]]:
         saved = {problem.stages[s].saved for s in problem.stages_of(device)}
         numbers = {budget // size for size in saved if 0 < size <= budget and budget > LEFT * (budget // size) * size}
         found.append([0, *sorted(numbers)])
-    most = max(map(len, found))
-    return [[numbers[n] if n < len(numbers) else 0 for numbers in found] for n in range(most)]
+    return [*map(list, zip_longest(*found, fillvalue=0))]
 
 
-def least_areas(problem: Problem, fits: Sequence[int] = ()) -> list[list[Area]]:
+def least_areas(problem: Problem, fits: Sequence[int]) -> list[list[Area]]:
     """Return the least areas of an activation by class and stage; sizes are those of `counted` with `fits` by device.
 
     Between the start of its forward and that of its backward at stage s lie: its own way through the later stages,
@@ -182,7 +177,7 @@ def least_areas(problem: Problem, fits: Sequence[int] = ()) -> list[list[Area]]:
             areas: list[Area] = []
             for s in reversed(range(len(stages))):
                 stage = stages[s]
-                budget, number = problem.budget[stage.device], fits[stage.device] if fits else 0
+                budget, number = problem.budget[stage.device], fits[stage.device]
                 sizes = stage.saved, stage.staying, stage.checkpoint, stage.residue
                 saved, staying, checkpoint, residue = (counted(size, budget, number) for size in sizes)
                 stay = stage.forward + stage.send_activation + way

@@ -106,12 +106,6 @@ _CHECKPOINTING = "Megatron-LM"
 _HOOKS = "torchtune"
 
 
-def _paper(
-    order: Callable[[Problem], Order | Recipe], placements: tuple[Placed, ...], source: str, *, sliced: bool = False
-) -> Method:
-    return Method(order, placements, "paper", source, sliced=sliced)
-
-
 def _treated(
     make: Callable[..., Callable[[Problem], Order | Recipe]],
     name: str,
@@ -134,29 +128,29 @@ def _treated(
 
 _SOME = (1, 2, 3)
 METHODS: dict[str, Method] = {
-    "gpipe": _paper(gpipe, LINEAR, "arXiv:1811.06965"),
+    "gpipe": Method(gpipe, LINEAR, "paper", "arXiv:1811.06965"),
     **_treated(recomputing, "gpipe", gpipe, LINEAR, "paper", "arXiv:1811.06965"),
-    "1f1b": _paper(one_f_one_b, LINEAR, _1F1B),
-    "interleaved-1f1b": _paper(interleaved_1f1b, LOOP, _INTERLEAVED),
-    "bfs": _paper(bfs, LOOP, "arXiv:2211.05953"),
-    "hanayo": _paper(hanayo, WAVES, "arXiv:2308.15762"),
-    "zb-h1": _paper(zb_h1, LINEAR, _ZERO_BUBBLE),
-    "zb-h2": _paper(zb_h2, LINEAR, _ZERO_BUBBLE),
-    "zb-1p": _paper(zb_1p, LINEAR, _ZERO_BUBBLE),
-    "zb-2p": _paper(zb_2p, LINEAR, _ZERO_BUBBLE),
-    "zb-memory-limited": _paper(zb_memory_limited, LINEAR, _ZERO_BUBBLE),
-    "zbv": _paper(zbv, V, _ZERO_BUBBLE),
-    "v-half": _paper(v_half, V, _CONTROLLABLE),
-    "v-min": _paper(v_min, V, _CONTROLLABLE),
-    "dualpipev": _paper(dualpipev, V, "github.com/deepseek-ai/DualPipe"),
-    "gis": _paper(gis, LOOP_ANY, _PIPEOFFLOAD),
-    "gis-m": _paper(gis_m, LOOP_ANY, _PIPEOFFLOAD),
-    "gis-h": _paper(gis_h, LOOP_ANY, _PIPEOFFLOAD),
-    "gis-h-uniform": _paper(gis_h_uniform, LOOP_ANY, _PIPEOFFLOAD),
-    "po-h": _paper(po_h, LOOP_ANY, _PIPEOFFLOAD),
-    "po-f": _paper(offloading("po-f", gis_h_uniform), LOOP_ANY, _PIPEOFFLOAD),
-    "po-1": _paper(offloading("po-1", gis_h_uniform, 1), LOOP_ANY[1:], _PIPEOFFLOAD),
-    "po-3": _paper(offloading("po-3", gis_h_uniform, 3), LOOP_ANY[2:], _PIPEOFFLOAD),
+    "1f1b": Method(one_f_one_b, LINEAR, "paper", _1F1B),
+    "interleaved-1f1b": Method(interleaved_1f1b, LOOP, "paper", _INTERLEAVED),
+    "bfs": Method(bfs, LOOP, "paper", "arXiv:2211.05953"),
+    "hanayo": Method(hanayo, WAVES, "paper", "arXiv:2308.15762"),
+    "zb-h1": Method(zb_h1, LINEAR, "paper", _ZERO_BUBBLE),
+    "zb-h2": Method(zb_h2, LINEAR, "paper", _ZERO_BUBBLE),
+    "zb-1p": Method(zb_1p, LINEAR, "paper", _ZERO_BUBBLE),
+    "zb-2p": Method(zb_2p, LINEAR, "paper", _ZERO_BUBBLE),
+    "zb-memory-limited": Method(zb_memory_limited, LINEAR, "paper", _ZERO_BUBBLE),
+    "zbv": Method(zbv, V, "paper", _ZERO_BUBBLE),
+    "v-half": Method(v_half, V, "paper", _CONTROLLABLE),
+    "v-min": Method(v_min, V, "paper", _CONTROLLABLE),
+    "dualpipev": Method(dualpipev, V, "paper", "github.com/deepseek-ai/DualPipe"),
+    "gis": Method(gis, LOOP_ANY, "paper", _PIPEOFFLOAD),
+    "gis-m": Method(gis_m, LOOP_ANY, "paper", _PIPEOFFLOAD),
+    "gis-h": Method(gis_h, LOOP_ANY, "paper", _PIPEOFFLOAD),
+    "gis-h-uniform": Method(gis_h_uniform, LOOP_ANY, "paper", _PIPEOFFLOAD),
+    "po-h": Method(po_h, LOOP_ANY, "paper", _PIPEOFFLOAD),
+    "po-f": Method(offloading("po-f", gis_h_uniform), LOOP_ANY, "paper", _PIPEOFFLOAD),
+    "po-1": Method(offloading("po-1", gis_h_uniform, 1), LOOP_ANY[1:], "paper", _PIPEOFFLOAD),
+    "po-3": Method(offloading("po-3", gis_h_uniform, 3), LOOP_ANY[2:], "paper", _PIPEOFFLOAD),
     "interleaved-zb": Method(interleaved_zb, LOOP, "stock", f"torch, {_ZERO_BUBBLE}"),
     **_treated(recomputing, "1f1b", one_f_one_b, LINEAR, "stock", _CHECKPOINTING),
     **_treated(recomputing, "interleaved-1f1b", interleaved_1f1b, LOOP, "stock", _CHECKPOINTING, (None, *_SOME)),
@@ -171,11 +165,11 @@ METHODS: dict[str, Method] = {
     **_treated(recomputing, "gis-h", gis_h, LOOP_ANY, "composition", _PIPEOFFLOAD, (*_SOME, None)),
     **_treated(recomputing, "gis-h-uniform", gis_h_uniform, LOOP_ANY, "composition", _PIPEOFFLOAD, (*_SOME, None)),
     **_treated(recomputing, "interleaved-zb", interleaved_zb, LOOP, "composition", _ZERO_BUBBLE),
-    "seq1f1b": _paper(seq1f1b, LINEAR, _SEQ1F1B, sliced=True),
-    "seq1f1b-zb": _paper(seq1f1b_zb, LINEAR, _SEQ1F1B, sliced=True),
-    "seq1f1b-interleaved": _paper(seq1f1b_interleaved, LOOP, _SEQ1F1B, sliced=True),
-    "seq1f1b-interleaved-zb": _paper(seq1f1b_interleaved_zb, LOOP, _SEQ1F1B, sliced=True),
-    "slimpipe": _paper(slimpipe, LOOP, "arXiv:2504.14519", sliced=True),
+    "seq1f1b": Method(seq1f1b, LINEAR, "paper", _SEQ1F1B, sliced=True),
+    "seq1f1b-zb": Method(seq1f1b_zb, LINEAR, "paper", _SEQ1F1B, sliced=True),
+    "seq1f1b-interleaved": Method(seq1f1b_interleaved, LOOP, "paper", _SEQ1F1B, sliced=True),
+    "seq1f1b-interleaved-zb": Method(seq1f1b_interleaved_zb, LOOP, "paper", _SEQ1F1B, sliced=True),
+    "slimpipe": Method(slimpipe, LOOP, "paper", "arXiv:2504.14519", sliced=True),
     **_treated(recomputing, "seq1f1b", seq1f1b, LINEAR, "composition", _SEQ1F1B, sliced=True),
     **_treated(streaming, "seq1f1b", seq1f1b, LINEAR, "composition", _SEQ1F1B, sliced=True),
 }

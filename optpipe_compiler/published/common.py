@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -98,18 +99,8 @@ def ordered(
 def of_stages(problem: Problem, stages: Iterable[int]) -> Bools:
     """Return as [stage, microbatch] which activations are those of `stages`."""
     found = np.zeros((len(problem.stages), problem.microbatches), np.bool_)
-    found[sorted(stages)] = True
+    found[list(stages)] = True
     return found
-
-
-def needs_links(problem: Problem, name: str, stages: Iterable[int]) -> None:
-    """Refuse instances in which the activations of `stages` cannot be offloaded."""
-    if not problem.freedom.offload:
-        raise NotDefined(f"{name} offloads activations, which --no-offload forbids")
-    unable = sorted(stage for stage in stages if not problem.can_offload(stage))
-    if unable:
-        device = problem.stages[unable[0]].device
-        raise NotDefined(f"{name} offloads stage {unable[0]}, but device {device} has no host link or nothing to move")
 
 
 def numbered(steps: Iterable[tuple[Kind, int]], microbatches: int) -> list[Task]:
@@ -117,12 +108,12 @@ def numbered(steps: Iterable[tuple[Kind, int]], microbatches: int) -> list[Task]
 
     B and I of a stage count together, and so do B and W.
     """
-    seen: dict[tuple[Kind, int], int] = {}
+    seen = Counter[tuple[Kind, int]]()
     order = []
     for kind, stage in steps:
         counters = (Kind.I, Kind.W) if kind is Kind.B else (kind,)
-        number = seen.get((counters[0], stage), 0)
-        seen.update({(counter, stage): seen.get((counter, stage), 0) + 1 for counter in counters})
+        number = seen[counters[0], stage]
+        seen.update((counter, stage) for counter in counters)
         if number < microbatches:
             order.append(Task(kind, stage, number))
     return order

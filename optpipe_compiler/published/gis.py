@@ -73,8 +73,7 @@ def _order(problem: Problem, device: int, offsets: list[int]) -> list[Task]:
     slots = []
     for microbatch in range(problem.microbatches):
         begin = 3 * len(mine) * microbatch
-        slots += [(begin + at, Task(Kind.F, s, microbatch)) for at, s in zip(offsets, mine, strict=True)]
-        slots += [
-            (begin + turn_back + at, Task(Kind.B, s, microbatch)) for at, s in zip(offsets, reversed(mine), strict=True)
-        ]
+        for at, down, up in zip(offsets, mine, reversed(mine), strict=True):
+            slots.append((begin + at, Task(Kind.F, down, microbatch)))
+            slots.append((begin + turn_back + at, Task(Kind.B, up, microbatch)))
     return [task for _, task in sorted(slots)]

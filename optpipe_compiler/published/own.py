@@ -63,21 +63,20 @@ def _lists(name: str, found: object) -> list[list[str]]:
 
 
 def _task(name: str, text: str, device: int, problem: Problem) -> Task:
+    where = f"{name} has {text!r} on device {device}"
     try:
         op = parse(text, whole=True)
         task = Task(KINDS[op.kind], op.stage, op.microbatch)
     except (BadInput, KeyError) as error:
-        raise BadInput(f"{name} has {text!r} on device {device}, expected an op such as '2F0'") from error
+        raise BadInput(f"{where}, expected an op such as '2F0'") from error
     if task.kind is Kind.H:
-        raise BadInput(f"{name} has {text!r} on device {device}, expected none: an activation with D is reloaded, too")
+        raise BadInput(f"{where}, expected none: an activation with D is reloaded, too")
     if op.layers is not None or op.slice is not None:
-        raise BadInput(f"{name} has {text!r} on device {device}, expected no layers and no slice: of whole stages")
+        raise BadInput(f"{where}, expected no layers and no slice: of whole stages")
     mine = problem.stages_of(device)
     if task.stage not in mine or task.microbatch >= problem.microbatches:
-        raise BadInput(
-            f"{name} has {text!r} on device {device}, expected stages {', '.join(map(str, mine))} and microbatches "
-            f"0 to {problem.microbatches - 1}"
-        )
+        stages = ", ".join(map(str, mine))
+        raise BadInput(f"{where}, expected stages {stages} and microbatches 0 to {problem.microbatches - 1}")
     return task
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Order, Recipe, needs_links, of_stages
+from optpipe_compiler.published.common import NotDefined, Order, Recipe, of_stages
 from optpipe_compiler.published.gis import gis_h_uniform
 from optpipe_compiler.published.recompute import lowest_stages
 
@@ -44,7 +44,12 @@ def offloading(
     def offloaded(problem: Problem) -> Recipe:
         orders = schedule(problem)
         chosen = lowest_stages(problem, name, per_device)
-        needs_links(problem, name, chosen)
+        if not problem.freedom.offload:
+            raise NotDefined(f"{name} offloads activations, which --no-offload forbids")
+        for stage in chosen:
+            if not problem.can_offload(stage):
+                where = f"device {problem.stages[stage].device}"
+                raise NotDefined(f"{name} offloads stage {stage}, but {where} has no host link or nothing to move")
         return Recipe(orders, of_stages(problem, chosen), streaming=streaming)
 
     return offloaded

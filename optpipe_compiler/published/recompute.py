@@ -37,19 +37,20 @@ def recomputing(
         chosen = lowest_stages(problem, name, per_device)
         if not problem.freedom.recompute:
             raise NotDefined(f"{name} recomputes activations, which --no-recompute forbids")
-        unable = sorted(stage for stage in chosen if not problem.can_recompute(stage))
-        if unable:
-            raise NotDefined(f"{name} recomputes stage {unable[0]}, whose input is as large as all that it saves")
-        return [again(order, of_stages(problem, chosen)) for order in orders]
+        for stage in chosen:
+            if not problem.can_recompute(stage):
+                raise NotDefined(f"{name} recomputes stage {stage}, whose input is as large as all that it saves")
+        which = of_stages(problem, chosen)
+        return [again(order, which) for order in orders]
 
     return recomputed
 
 
-def lowest_stages(problem: Problem, name: str, per_device: int | None) -> set[int]:
+def lowest_stages(problem: Problem, name: str, per_device: int | None) -> list[int]:
     """Return the lowest `per_device` stages of each device; refuse if that is all or more than there are."""
     if per_device is not None and per_device >= problem.per_device:
         raise NotDefined(f"{name} is defined for more than {per_device} stages per device, not {problem.per_device}")
-    return {stage for device in range(problem.devices) for stage in problem.stages_of(device)[:per_device]}
+    return [s for s, turn in enumerate(problem.turn_of) if per_device is None or turn < per_device]
 
 
 def again(order: Ints, which: Bools) -> Ints:

@@ -54,8 +54,9 @@ def _streamed(problem: Problem, compute: Order, offloaded: Bools, method: str) -
     kind = _backwards(ticks)[s, m]
     away = np.lexsort((m, s, ticks[Kind.F, s, m] + _taken(paced)[Kind.F, s, m]))
     back = np.lexsort((m, s, ticks[kind, s, m]))
-    lanes = tuple(_by_link(problem, of, s[by], m[by]) for of, by in ((Kind.D, away), (Kind.H, back)))
-    return machine.orders.released(problem, compute, (lanes[0], lanes[1]), gates, method=method)
+    offloads = _by_link(problem, Kind.D, s[away], m[away])
+    reloads = _by_link(problem, Kind.H, s[back], m[back])
+    return machine.orders.released(problem, compute, (offloads, reloads), gates, method=method)
 
 
 def _paced(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:

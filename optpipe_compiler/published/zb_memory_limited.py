@@ -246,17 +246,17 @@ class _Run:
 
     def _activation(self, device: _Device) -> int:
         """When the activation that the next forward waits for is there."""
-        number = len(device.forwards)
-        if not device.number or len((before := self.devices[device.number - 1]).forwards) <= number:
+        if device is self.devices[0]:
             return 0
-        return before.forwards[number] + before.send_activation
+        before = self.devices[device.number - 1]  # which has run more forwards than this one
+        return before.forwards[len(device.forwards)] + before.send_activation
 
     def _gradient(self, device: _Device) -> int:
         """When the gradient that the next input gradient waits for is there."""
-        number = len(device.inputs)
-        if device is self.devices[-1] or len((after := self.devices[device.number + 1]).inputs) <= number:
+        if device is self.devices[-1]:
             return 0
-        return after.inputs[number] + after.send_gradient
+        after = self.devices[device.number + 1]  # which has run its input gradient of this round
+        return after.inputs[len(device.inputs)] + after.send_gradient
 
     def _put_forward(self, device: _Device, arrival: int) -> None:
         self._begin(device, arrival)

@@ -82,8 +82,9 @@ class BoundRow:
     lower_bound_ns: int
     argument: str
     least_mem_bytes: int
-    """Where it is more than `mem_bytes` nothing fits, and this is what `compile` names in its refusal. Else what every
-    schedule needs on some device: what that always holds, and one activation."""
+    """Where it is more than `mem_bytes` nothing fits, and this is what `compile` names in its refusal. Else, and always
+    with slices or unequal lengths, of which `compile` may name more, what every schedule needs on some device: what
+    that always holds, and one activation."""
 
 
 class Plan:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from llvmlite import binding
 from numba import types
+from numba.core import ir
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
-from numba.core.compiler_machinery import LoweringPass, register_pass
+from numba.core.compiler_machinery import FunctionPass, LoweringPass, register_pass
 from numba.core.typed_passes import AnnotateTypes
+from numba.core.untyped_passes import IRProcessing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,11 +28,11 @@ NEEDLESS = frozenset(
         *("WithLifting", "InlineClosureLikes", "MakeFunctionToJitFunction", "InlineInlinables", "InlineOverloads"),
         *("DeadBranchPrune", "RewriteSemanticConstants", "RewriteDynamicRaises", "NopythonRewrites"),
         *("FindLiterallyCalls", "LiteralUnroll", "LiteralPropagationSubPipelinePass"),
-        "IRLegalization",
+        *("ReconstructSSA", "PreLowerStripPhis", "IRLegalization"),
     )
 )
 """Passes of numba for what the machine does not use: closures, exceptions, arrays as a whole, arguments that are
-compiled anew for each value."""
+compiled anew for each value, variables of several types (static single assignment), references to be counted."""
 
 
 class _Library(JITCodeLibrary):
@@ -105,6 +107,31 @@ class _OwnLibrary(LoweringPass):
         return True
 
 
+@register_pass(mutates_CFG=False, analysis_only=False)  # type: ignore[no-untyped-call]
+class _OneType(FunctionPass):
+    """Lets a variable that begins with a constant of a module have other values, too, as it is not assigned just once:
+    the constant goes through a variable of its own."""
+
+    _name = "one_type"
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def run_pass(self, state: Any) -> bool:
+        assign: Any = ir.Assign
+        for block in state.func_ir.blocks.values():
+            body: list[Any] = []
+            for one in block.body:
+                if isinstance(one, assign) and isinstance(one.value, ir.Global) and not one.target.is_temp:
+                    constant = block.scope.redefine("$constant", one.loc)
+                    state.func_ir._definitions[constant.name].append(one.value)
+                    body += [assign(one.value, constant, one.loc), assign(constant, one.target, one.loc)]
+                else:
+                    body.append(one)
+            block.body = body
+        return True
+
+
 @contextmanager
 def _asked_once() -> Iterator[None]:
     """Let numba look up what a call of its own functions is, with arguments of these types, once.
@@ -140,6 +167,7 @@ class Pipeline(CompilerBase):
         """Return numba's passes without the needless ones, and with libraries of our own."""
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)  # type: ignore[no-untyped-call]
         passes.passes = [one for one in passes.passes if one[0].__name__ not in NEEDLESS]
+        passes.add_pass_after(_OneType, IRProcessing)
         passes.add_pass_after(_OwnLibrary, AnnotateTypes)
         passes.finalize()
         return [passes]

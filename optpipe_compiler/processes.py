@@ -169,6 +169,7 @@ def _begin(line: Connection, call: bytes, errors: str | None) -> None:
     """Be one of the processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _end_with_parent(0.0)  # a server may be so late that nobody waits any more
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if errors is not None:
         with Path(errors).open("ab") as file:
@@ -184,10 +185,10 @@ def _begin(line: Connection, call: bytes, errors: str | None) -> None:
     os._exit(0)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(seconds: float | None = None) -> None:
+    """End this process if its parent ends within so many seconds; absent: as soon as it does."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
+    if parent is not None and wait([parent.sentinel], seconds):
         os._exit(1)
 
 

@@ -70,9 +70,28 @@ if __name__ == "__main__":
 """
 
 
+SLOW = """
+import threading
+import time
+
+start = threading.Thread.start
+
+def late(thread):
+    if getattr(thread._target, "__name__", "") == "_end_with_parent":
+        threading.Timer(0.5, start, [thread]).start()
+    else:
+        start(thread)
+
+threading.Thread.start = late
+time.sleep(5)
+open("imported", "w").close()
+"""
+"""What a server imports on a crowded machine: long, and threads begin late."""
+
+
 def test_ctrl_c_is_answered_while_a_server_still_imports(tmp_path):
     (tmp_path / "work.py").write_text(WORK)
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(5)\nopen('imported', 'w').close()\n")
+    (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "main.py").write_text(SERVED)
     done = subprocess.run(
         [sys.executable, str(tmp_path / "main.py")],

@@ -280,7 +280,8 @@ def test_studies_ask_the_cache_and_hear_whether_a_plan_is_finished(kept, searche
 
 
 def test_a_kept_plan_that_was_still_getting_better_is_searched_on(kept, searches):
-    instance = Instance(COSTS, compiler.settled(COSTS, SOON), cached=True)
+    far = replace(SOON, mem_bytes=2 * GB // 5)  # from its bound
+    instance = Instance(COSTS, compiler.settled(COSTS, far), cached=True)
     assert planned(instance.options, kept).schedule.forecast.outcome == "feasible"
     (entry,) = kept.entries()
     about = structs.replace(entry.about, halfway_ns=2 * entry.about.value_ns, wall_s=SOON.time_limit_s)

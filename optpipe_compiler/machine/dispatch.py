@@ -312,10 +312,7 @@ def _call(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     if not is_last and kind != B and kind != I:
         return
     for distance in range(1, min(s, FARTHEST) + 1):
-        stage = x.stages[s - distance]
-        if not is_last and stage.reloaded_before != distance and stage.recomputed_before != distance:
-            continue
-        mode = x.acts[s - distance, m].mode
+        stage, mode = x.stages[s - distance], x.acts[s - distance, m].mode
         before = stage.reloaded_before if mode == OFFLOAD else stage.recomputed_before
         if before == distance or (is_last and before > distance):
             touch(x, stage.device, 1)
